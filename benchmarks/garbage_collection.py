@@ -4,7 +4,7 @@
 python benchmarks/garbage_collection.py
 
 The same run of a small GPT takes turns in one process: with Python's own collections, and with the run's
-(megalite/train/callbacks/periodic.py). A pause within a step makes all other ranks wait; a pause
+(megalite/train/loop.py). A pause within a step makes all other ranks wait; a pause
 between steps is the same on all ranks. The first iteration of each turn is not counted.
 """
 

@@ -25,8 +25,7 @@ from megalite.distributed.topology import Topology
 from megalite.frontends.huggingface.config import hf_config_of
 from megalite.frontends.huggingface.families import to_hf
 from megalite.train.model_chunks import build_chunks, named_parameters
-from megalite.train.run_context import resolve_run
-from megalite.train.run_datasets import build_data
+from megalite.train.run_context import build_data, resolve_run
 from megalite.train.trainer import start_trainer
 
 LossOf = Callable[[Tensor, Tensor], Tensor]

@@ -44,8 +44,7 @@ from megalite.data.batch_loader import microbatch_samples
 from megalite.distributed.local_ranks import RankError, run_ranks
 from megalite.distributed.topology import Topology
 from megalite.frontends.command_line import parse
-from megalite.train.run_context import resolve_run
-from megalite.train.run_datasets import build_data
+from megalite.train.run_context import build_data, resolve_run
 from megalite.train.trainer import Trainer, start_trainer
 from megalite.utils.errors import ConfigError
 

@@ -55,7 +55,7 @@ from megalite.train.loop import Callback as Callback
 from megalite.train.loop import TrainingLoop as TrainingLoop
 from megalite.train.run_context import Providers as Providers
 from megalite.train.run_context import RunContext as RunContext
-from megalite.train.run_datasets import num_samples_of as num_samples_of
+from megalite.train.run_context import num_samples_of as num_samples_of
 from megalite.train.stopping import Stop as Stop
 from megalite.train.train_step import StepResult as StepResult
 from megalite.train.trainer import Trainer as Trainer

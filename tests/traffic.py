@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from megalite.observe import collectives
-from megalite.observe.collectives import Traffic
+from megalite.observe import operator_log
+from megalite.observe.operator_log import Traffic
 from megalite.observe.unit_record import CollectiveCall
 
 __all__ = ["Traffic", "by_bytes", "ring_bytes"]
@@ -25,4 +25,4 @@ def ring_bytes(calls: Mapping[tuple[str, str, int], int], axis: str, size: int) 
     typed = {
         CollectiveCall(name, kind, "", num_bytes): count for (name, kind, num_bytes), count in calls.items()
     }
-    return collectives.ring_bytes(typed, axis, size)
+    return operator_log.ring_bytes(typed, axis, size)

@@ -110,7 +110,7 @@ def _assign(documents: Sequence[range], num_ranks: int, num_tokens: int, longest
             remaining.append(document)
     for document in remaining:
         assign(document, _in_proportion(len(document), needed))
-    return Assignment(tuple(tuple(sorted(runs, key=_first_position)) for runs in held))
+    return Assignment(tuple(tuple(sorted(runs, key=lambda run: run.positions.start)) for runs in held))
 
 
 def _fewest_ranks(length: int, longest: int, needed: Sequence[int], pairs: Sequence[int]) -> list[int]:
@@ -128,10 +128,6 @@ def _fewest_ranks(length: int, longest: int, needed: Sequence[int], pairs: Seque
         if len(fitting) >= size:
             return sorted(fitting, key=pairs.__getitem__)[:size]
     return []
-
-
-def _first_position(run: DocumentRun) -> int:
-    return run.positions.start
 
 
 def _in_proportion(num_tokens: int, needed: Sequence[int]) -> list[int]:

@@ -15,7 +15,7 @@ from megalite.checkpoint.convert.model_settings import Settings
 from megalite.checkpoint.convert.source import KINDS
 from megalite.checkpoint.convert.target import TARGETS
 from megalite.frontends.tool_parser import ToolParser, local_path, positive_int
-from megalite.report import checkpoint_difference, checkpoint_inspection
+from megalite.report import checkpoint_inspection
 from megalite.report.checkpoint_inspection import open_view
 from megalite.utils.errors import UserError
 from megalite.utils.log import configure_logging
@@ -111,8 +111,8 @@ def _difference(flags: argparse.Namespace) -> bool:
     if flags.verify or flags.norms:
         raise UserError("--verify and --norms are for one checkpoint: remove them, or --diff")
     views = [open_view(folder, flags.load_iteration) for folder in (flags.folder, flags.diff)]
-    comparison = checkpoint_difference.compare(*views)
-    lines = checkpoint_difference.lines_of(comparison)
+    comparison = checkpoint_inspection.compare(*views)
+    lines = comparison.lines()
     print(json.dumps(comparison.record()) if flags.json else "\n".join(lines))
     return comparison.is_equal
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch.distributed as dist
 
 from megalite.distributed.axes import MeshSpec, Role, Slice
+
+T = TypeVar("T")
 
 WORLD = "world"
 """Name of the axis of all ranks; it is not an axis of the mesh."""
@@ -76,6 +78,13 @@ class Axis:
     def wait(self, what: str, of: object = "") -> AbstractContextManager[None]:
         """Post that this rank waits in the block."""
         return observed(self.observers, Wait(self.name, what, of))
+
+    def gather_objects(self, mine: T, of: str) -> list[T]:
+        """Return an object of each rank of the axis, in order, on all of them; a collective that pickles."""
+        found = [mine] * self.size
+        with self.wait("all-gather", of):
+            dist.all_gather_object(found, mine, group=self.group)
+        return found
 
 
 @dataclass(frozen=True)

@@ -297,9 +297,7 @@ class Topology:
             mistake = str(error)
         with self.world.wait(STORE_BARRIER):
             wait_for_all(self.store, self.world_size)
-        mistakes: list[str | None] = [None] * self.world_size
-        with self.world.wait("all-gather", "errors"):
-            dist.all_gather_object(mistakes, mistake)
+        mistakes = self.world.gather_objects(mistake, "errors")
         if first := next((text for text in mistakes if text), None):
             raise UserError(first)
 

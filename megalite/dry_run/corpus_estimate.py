@@ -14,7 +14,7 @@ from megalite.data.corpus_sources import SPLIT_NAMES, Blend, find_sources
 from megalite.data.epochs import Coverage
 from megalite.data.gpt_dataset import index_bytes, plan_epochs
 from megalite.data.indexed_dataset import sequence_lengths
-from megalite.train.run_datasets import num_samples_of
+from megalite.train.run_context import num_samples_of
 
 Lengths = Mapping[str, npt.NDArray[np.int32]]
 """Sequence lengths in tokens of each corpus on this machine, by prefix."""

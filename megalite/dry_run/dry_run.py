@@ -18,17 +18,16 @@ from megalite.distributed.topology import Topology
 from megalite.dry_run.corpus_estimate import Corpora, corpora_of
 from megalite.dry_run.counts import Counts, Repetition, count_iteration, repetition_of
 from megalite.model.stage import StageProvider
-from megalite.observe.collectives import ring_bytes
 from megalite.observe.meta_tensors import meta_tensors
+from megalite.observe.operator_log import ring_bytes
 from megalite.optim.offload import OffloadBytes
 from megalite.pipeline.schedules import Action, peak_in_flight
 from megalite.plan.layout_fields import routing_line
 from megalite.plan.rank_plan import RankPlan
 from megalite.plan.units import whole_model
-from megalite.train.iteration_plan import IterationPlanner
-from megalite.train.run_context import Providers, resolve_run
-from megalite.train.run_datasets import build_data
+from megalite.train.run_context import Providers, build_data, resolve_run
 from megalite.train.setup import describe_gathering, prepare_process
+from megalite.train.train_step import IterationPlanner
 from megalite.utils.files import write_output
 from megalite.utils.log import log
 

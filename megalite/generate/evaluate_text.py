@@ -27,9 +27,8 @@ from megalite.distributed.topology import Topology
 from megalite.generate.generator import broadcast_from_last, run_in_order
 from megalite.generate.trained_model import TrainedModel, end_of_document, load_model
 from megalite.model.transformer_stage import TransformerStage
-from megalite.train.evaluator import Evaluator
-from megalite.train.run_context import document_ends, resolve_run
-from megalite.train.run_datasets import build_data
+from megalite.train.global_batch import Evaluator
+from megalite.train.run_context import build_data, document_ends, resolve_run
 from megalite.train.trainer import build_pipeline
 from megalite.utils.errors import UserError
 from megalite.utils.log import LineInterval, log

@@ -41,8 +41,8 @@ from megalite.generate.benchmark_tasks import (
 )
 from megalite.model.stage import Stage
 from megalite.pipeline.executor import Pipeline
+from megalite.train.global_batch import hidden_shape
 from megalite.train.loop import Callback, TrainingLoop, is_due
-from megalite.train.model_chunks import hidden_shape
 from megalite.train.run_context import RunContext
 from megalite.train.stopping import Stopped
 from megalite.train.telemetry.metrics import TaskScores

@@ -112,12 +112,9 @@ class LiveBytes(Reader):
         for tensor in tensors_in(out):
             self._see(tensor)
         if recurrence := recurrence_call(func, args):
-            self._note_workspace(int(recurrence.workspace_bytes))
-
-    def _note_workspace(self, size: int) -> None:
-        """Count bytes that existed until now."""
-        self._add(size, OTHER)
-        self._add(-size, OTHER)
+            size = int(recurrence.workspace_bytes)  # which existed until now
+            self._add(size, OTHER)
+            self._add(-size, OTHER)
 
     def _see(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()

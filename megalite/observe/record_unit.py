@@ -134,20 +134,17 @@ def _build(key: UnitKey, topology: Topology, store: WeightGradientStore | None, 
             if isinstance(module, RecurrentMixer):
                 module.kernel_problem = ""
     watch_parts(stage, live)
+    selective: Literal["selective"] | None = "selective" if key.recomputed_modules else None
     apply_recompute(
         stage,
         RecomputeConfig(
-            recompute_granularity="full" if key.recomputes_head else _selective(key),
+            recompute_granularity="full" if key.recomputes_head else selective,
             recompute_modules=key.recomputed_modules,
             cross_entropy_chunks=key.cross_entropy_chunks,
             mlp_chunks=key.mlp_chunks,
         ),
     )
     return stage
-
-
-def _selective(key: UnitKey) -> Literal["selective"] | None:
-    return "selective" if key.recomputed_modules else None
 
 
 def _add_gradients_in_place(stage: Stage) -> None:

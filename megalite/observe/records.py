@@ -8,14 +8,14 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache, lru_cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from megalite.config import LayerSpec
-from megalite.observe.unit_record import PhaseRecord, SavedPart, UnitKey, UnitRecord, as_json, from_json
+from megalite.observe.unit_record import PhaseRecord, UnitKey, UnitRecord, as_json, from_json
 
 _PACKAGES = ("config", "distributed", "kernels", "model", "observe", "tensor_parallel")
 """Packages that determine what a record contains."""
@@ -63,51 +63,22 @@ def kinds_of_layers(key: UnitKey) -> tuple[int, ...]:
 def _extended(one: UnitRecord, two: UnitRecord, size: int) -> UnitRecord | None:
     """Return the record of `size` samples; None if the unit runs other operators for two than for one."""
 
-    def at(first: float, second: float) -> Any:
-        return first + (second - first) * (size - 1)
+    def extend(first: Any, second: Any) -> Any:
+        if isinstance(first, tuple):
+            items = [extend(*pair) for pair in zip(first, second, strict=True)]
+            return type(first)(*items) if hasattr(first, "_fields") else tuple(items)
+        if isinstance(first, PhaseRecord | UnitRecord):
+            names = [each.name for each in fields(first)]
+            return type(first)(*(extend(getattr(first, name), getattr(second, name)) for name in names))
+        if isinstance(first, int | float) and not isinstance(first, bool):
+            return first + (second - first) * (size - 1)
+        return first
 
-    def phase(first: PhaseRecord, second: PhaseRecord) -> PhaseRecord:
-        gemms = zip(first.gemms, second.gemms, strict=True)
-        calls = zip(first.attention, second.attention, strict=True)
-        collectives = zip(first.collectives, second.collectives, strict=True)
-        recurrences = zip(first.recurrences, second.recurrences, strict=True)
-        return PhaseRecord(
-            gemms=tuple(type(a)(*map(at, a, b)) for a, b in gemms),
-            attention=tuple(
-                a._replace(heads=at(a.heads, b.heads), kv_heads=at(a.kv_heads, b.kv_heads)) for a, b in calls
-            ),
-            recurrences=tuple(
-                a._replace(heads=at(a.heads, b.heads), key_heads=at(a.key_heads, b.key_heads))
-                for a, b in recurrences
-            ),
-            kernel_bytes=at(first.kernel_bytes, second.kernel_bytes),
-            num_kernels=first.num_kernels,
-            num_operators=first.num_operators,
-            collectives=tuple(
-                a._replace(call=a.call._replace(num_bytes=at(a.call.num_bytes, b.call.num_bytes)))
-                for a, b in collectives
-            ),
-        )
+    def operators(record: UnitRecord) -> list[Any]:
+        counts = [(each.num_operators, each.num_kernels) for each in record.phases()]
+        return counts + [each.part for each in record.saved]
 
-    def parts(record: UnitRecord) -> list[str]:
-        return [each.part for each in record.saved]
-
-    if [each.num_operators for each in one.phases()] != [each.num_operators for each in two.phases()]:
-        return None
-    if parts(one) != parts(two):
-        return None
-    forward, backward, weight = map(phase, one.phases(), two.phases())
-    return UnitRecord(
-        one.weights,
-        forward,
-        backward,
-        weight,
-        at(one.input_bytes, two.input_bytes),
-        tuple(
-            SavedPart(a.part, at(a.num_bytes, b.num_bytes)) for a, b in zip(one.saved, two.saved, strict=True)
-        ),
-        at(one.workspace_bytes, two.workspace_bytes),
-    )
+    return extend(one, two) if operators(one) == operators(two) else None
 
 
 def _load(key: UnitKey) -> Any:

@@ -15,7 +15,6 @@ from megalite.config import ModelConfig
 from megalite.config.parallel import CpCommType
 from megalite.config.recompute import Module
 from megalite.distributed.axes import MODEL
-from megalite.observe.recurrence_call import RecurrenceCall
 
 EMBEDDING, HEAD = "embedding", "head"
 
@@ -158,6 +157,124 @@ class AttentionCall(NamedTuple):
         return 2 * (self.size + self.value_size) * self.scores
 
 
+class KernelWork(NamedTuple):
+    """Work of one kernel.
+
+    Attributes:
+        flops: FLOPs of its GEMMs.
+        num_bytes: bytes that it reads and writes; caches serve what several of its programs read.
+        num_programs: number of its programs, each on one multiprocessor.
+    """
+
+    flops: float
+    num_bytes: float
+    num_programs: int
+
+
+class RecurrenceCall(NamedTuple):
+    """Call of the operator `recurrence`, or of its backward.
+
+    Attributes:
+        heads: number of samples times value heads.
+        key_heads: number of samples times query and key heads.
+        key_size, value_size: sizes of a query or key head, and of a value head.
+        chunk: tokens of a chunk.
+        columns: value elements of a program of the kernels that loop over chunks.
+        element_bytes: bytes per element of queries, keys and values; sums have 4 or more.
+        is_delta: the recurrence is the delta rule's.
+    """
+
+    heads: int
+    key_heads: int
+    tokens: int
+    key_size: int
+    value_size: int
+    chunk: int
+    columns: int
+    element_bytes: int
+    is_delta: bool
+    is_backward: bool
+
+    @property
+    def kernels(self) -> tuple[KernelWork, ...]:
+        """Return the work of the kernels, in the order of their launch."""
+        keys, values, states, inverses = self._keys, self._values, self._all_states, self._all_inverses
+        sums, d, chunks = self._wide(values), int(self.is_delta), self._num_chunks
+        looping = self.heads * math.ceil(self.value_size / self.columns)  # programs that loop over chunks
+        of_inverses = self._flops(0, 0, d)  # their product with values, or with gradients of values
+        found = []
+        if self.is_delta:  # the inverse of a triangular matrix of each chunk, by joining pairs of blocks
+            joins = 2 * (math.log2(self.chunk) - 1) * 2 * self.chunk**3 * chunks
+            found.append(KernelWork(self._flops(0, 1, 0) + joins, keys + inverses, chunks))
+        moved = keys + values + states + d * (inverses + values)  # the states before the chunks
+        found.append(KernelWork(self._flops(1 + d, 0, 0) + of_inverses, moved, looping))
+        if not self.is_backward:  # the outputs
+            found.append(KernelWork(self._flops(1, 1, 1), 2 * keys + values + states + sums, chunks))
+            return tuple(found)
+        found.append(KernelWork(self._flops(0, 1, 1), 2 * keys + 2 * sums, chunks))  # gradients in a chunk
+        moved = 2 * keys + 2 * sums + values + states + d * inverses  # gradients of the states
+        found.append(KernelWork(self._flops(2 + d, 0, 0) + of_inverses, moved, looping))
+        of_heads = 2 * self._wide(self._head_keys)  # gradients of each head's inputs, then their sums
+        moved = 2 * keys + (1 + d) * values + sums + 2 * states + of_heads
+        found.append(KernelWork(self._flops(2 + d, 2 + 2 * d, 1 + d), moved, chunks))
+        found.append(KernelWork(0.0, of_heads + 2 * keys, chunks))
+        return tuple(found)
+
+    @property
+    def workspace_bytes(self) -> float:
+        """Return the bytes that exist while the kernels run, besides arguments and results."""
+        of_errors = self._values + self._all_inverses if self.is_delta else 0.0
+        if not self.is_backward:
+            return self._all_states + of_errors
+        of_heads = self._wide(self._values) + 2 * self._wide(self._head_keys)
+        sums = 2 * self._keys if self.element_bytes == 2 else 0.0  # of heads, before they are rounded
+        return 2 * self._all_states + of_errors + of_heads + sums
+
+    @property
+    def _num_chunks(self) -> int:
+        """Return the number of chunks of all heads."""
+        return self.heads * math.ceil(self.tokens / self.chunk)
+
+    @property
+    def _keys(self) -> float:
+        """Return the bytes of the keys, and of the queries."""
+        return self.key_heads * self.tokens * self.key_size * self.element_bytes
+
+    @property
+    def _head_keys(self) -> float:
+        """Return the bytes of the keys if each value head had its own."""
+        return self.heads * self.tokens * self.key_size * self.element_bytes
+
+    @property
+    def _values(self) -> float:
+        return self.heads * self.tokens * self.value_size * self.element_bytes
+
+    @property
+    def _all_states(self) -> float:
+        """Return the bytes of the states before all chunks, and of their gradients."""
+        return self._num_chunks * self.key_size * self.value_size * self.element_bytes
+
+    @property
+    def _all_inverses(self) -> float:
+        return self._num_chunks * self.chunk**2 * self.element_bytes
+
+    def _wide(self, num_bytes: float) -> float:
+        """Return the bytes of a tensor of this size in the dtype of sums."""
+        return num_bytes * max(1.0, 4 / self.element_bytes)
+
+    def _flops(self, of_state: int, of_keys: int, of_values: int) -> float:
+        """Return the FLOPs of GEMMs of all chunks.
+
+        Args:
+            of_state: GEMMs of tokens, keys and values: ``[C, d] x [d, e]``.
+            of_keys: GEMMs of pairs of tokens and keys: ``[C, d] x [d, C]``.
+            of_values: the same with values.
+        """
+        by_token = of_state * self.key_size * self.value_size
+        by_token += self.chunk * (of_keys * self.key_size + of_values * self.value_size)
+        return 2 * self._num_chunks * self.chunk * by_token
+
+
 class JoinedCollective(NamedTuple):
     """Collective, and the GEMM whose operand it gathers or whose result it sums.
 
@@ -200,7 +317,7 @@ class WeightRecord(NamedTuple):
         size: elements that the rank holds.
         is_cut: whether tensor parallelism cuts it.
         is_tied: the head uses it too, and it is recorded with the embedding and with the head.
-        matrices: shapes of its matrices for Muon; none if it is not made of matrices.
+        matrices: shapes of its matrices, for an optimizer of matrices; none if it has none.
         mesh: name of the mesh of the ranks whose axes cut and replicate it.
     """
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megalite.config import OptimizerConfig, ParallelConfig
@@ -384,9 +383,7 @@ def _choose_by_host_memory(
     """
     machine = socket.gethostname()
     mine: tuple[str, Sequence[int], int | None, set[int]] = machine, needed, free_bytes(), _cores()
-    found = [mine] * topology.world_size
-    with topology.world.wait("all-gather", "host memory"):
-        dist.all_gather_object(found, mine)
+    found = topology.world.gather_objects(mine, "host memory")
     machines = [name for name, *_ in found]
     choice = 0
     for name in dict.fromkeys(machines):

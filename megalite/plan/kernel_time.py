@@ -7,8 +7,7 @@ from functools import lru_cache
 
 from megalite.config.parallel import CP_COMM_PROPERTIES
 from megalite.hardware.gpus import Gpu
-from megalite.observe.recurrence_call import RecurrenceCall
-from megalite.observe.unit_record import AttentionCall
+from megalite.observe.unit_record import AttentionCall, RecurrenceCall
 from megalite.plan.planned_run import FusedKernel, PlannedRun
 
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (128, 64, 0.75), (64, 64, 0.55))

@@ -1,4 +1,4 @@
-"""Inspect a checkpoint: its fields, its tensors, and what is damaged."""
+"""Inspect a checkpoint: its fields, its tensors, and what is damaged; or compare it with another one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,106 +38,62 @@ _LINE_WIDTH = 100
 """Columns of the report's text."""
 
 
-class FolderView(Protocol):
-    """Folder of tensors to inspect.
+class CheckpointView(FullReader):
+    """Checkpoint in megalite's format, to inspect."""
 
-    Attributes:
-        folder: the folder that holds the files.
-        description: the metadata, by part.
-    """
+    def __init__(self, folder: Path) -> None:
+        super().__init__(read_manifest(folder))
+        self.folder = folder
+        self.description = self.manifest.description
 
-    @property
-    def folder(self) -> Path: ...
-
-    @property
-    def description(self) -> Mapping[str, Any]: ...
-
-    def names(self) -> Sequence[str]: ...
-
-    def shape(self, name: str) -> tuple[int, ...]: ...
-
-    def dtype(self, name: str) -> torch.dtype: ...
-
-    def files(self, name: str) -> Sequence[str]:
+    def files_of(self, name: str) -> Sequence[str]:
         """Return the names of the files that hold pieces of a tensor."""
-        ...
-
-    def tensor(self, name: str) -> Tensor: ...
+        return sorted({piece.file for piece in self.manifest.tensors[name]})
 
     def damage(self, verify: bool) -> list[str]:
         """Return the problems, with file names; `verify` reads every byte."""
-        ...
-
-
-class CheckpointView:
-    """Checkpoint in megalite's format."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._manifest = read_manifest(folder)
-        self._reader = FullReader(self._manifest)
-        self.description = self._manifest.description
-
-    def names(self) -> Sequence[str]:
-        return self._reader.names()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._reader.shape(name)
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self._reader.dtype(name)
-
-    def files(self, name: str) -> Sequence[str]:
-        return sorted({piece.file for piece in self._manifest.tensors[name]})
-
-    def tensor(self, name: str) -> Tensor:
-        return self._reader.tensor(name)
-
-    def damage(self, verify: bool) -> list[str]:
-        files = self._manifest.files
+        files = self.manifest.files
         absent = [file for file in files if not (self.folder / file).is_file()]
         problems = list[str]()
         for file in with_progress(files if verify else absent, "verified {} of {} files"):
-            problems += damage_of(self._manifest, [file])
+            problems += damage_of(self.manifest, [file])
         for name in self.names():
             try:
-                self._reader.pieces(name)
+                self.pieces(name)
             except DamagedCheckpoint as error:
                 problems += error.problems
         return list(dict.fromkeys(problems))
 
 
-class HFView:
-    """Hugging Face folder. It has no digests: the only damage found is a file that cannot be read."""
+class HFView(HFFolder):
+    """Hugging Face folder, to inspect."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._files = HFFolder(folder)
-        self.description = {CONFIG_FILE: self._files.config}
+        super().__init__(folder)
+        self.description = {CONFIG_FILE: self.config}
 
     def names(self) -> Sequence[str]:
-        return sorted(self._files.files)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._files.shape(name)
+        return sorted(self.files)
 
     def dtype(self, name: str) -> torch.dtype:
-        return self._files.tensor(name).dtype
+        return self.tensor(name).dtype
 
-    def files(self, name: str) -> Sequence[str]:
-        return [self._files.files[name]]
-
-    def tensor(self, name: str) -> Tensor:
-        return self._files.tensor(name)
+    def files_of(self, name: str) -> Sequence[str]:
+        return [self.files[name]]
 
     def damage(self, verify: bool) -> list[str]:
+        """Return the problems: tensors that cannot be read, as the folder has no digests."""
         problems = list[str]()
         for name in self.names():
             try:
-                self._files.tensor(name)
+                self.tensor(name)
             except UserError as error:
                 problems.append(str(error))
         return list(dict.fromkeys(problems))
+
+
+FolderView = CheckpointView | HFView
+"""Folder of tensors to inspect, with its metadata by part in `description`."""
 
 
 def open_view(folder: Path, iteration: int | None = None) -> FolderView:
@@ -232,10 +188,10 @@ def inspect(view: FolderView, *, verify: bool = False, norms: bool = False) -> C
         try:
             statistics = statistics_of(view.tensor(name)) if norms else None
             line = TensorLine(
-                name, view.shape(name), dtype_name(view.dtype(name)), tuple(view.files(name)), statistics
+                name, view.shape(name), dtype_name(view.dtype(name)), tuple(view.files_of(name)), statistics
             )
         except DamagedCheckpoint as error:
-            files = _some(tuple(view.files(name)))
+            files = _some(tuple(view.files_of(name)))
             problems = (problem if files in problem else f"{problem} ({files})" for problem in error.problems)
             damage = tuple(dict.fromkeys((*damage, *problems)))
             continue
@@ -353,3 +309,144 @@ def _jsonable(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_jsonable(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@dataclass(frozen=True)
+class FieldDifference:
+    """Field of run.json.
+
+    Attributes:
+        counts: whether a difference makes the checkpoints unequal; layout and versions do not.
+    """
+
+    name: str
+    one: Any
+    other: Any
+    counts: bool
+
+    def __str__(self) -> str:
+        note = "" if self.counts else " (makes no difference)"
+        return f"{self.name}: {self.one} | {self.other}{note}"
+
+
+@dataclass(frozen=True)
+class TensorDifference:
+    """Tensor that differs.
+
+    Attributes:
+        what: the reason, if the numbers do not show it.
+        largest: largest difference of two elements.
+        relative: norm of the difference divided by the norm of the first tensor.
+    """
+
+    name: str
+    what: str = ""
+    largest: float = 0.0
+    relative: float = 0.0
+
+    def __str__(self) -> str:
+        numbers = f"max |a - b| {self.largest:.3e}, relative norm {self.relative:.3e}"
+        return f"{self.name}: {self.what or numbers}"
+
+
+@dataclass(frozen=True)
+class CheckpointComparison:
+    """Comparison of two checkpoints.
+
+    Attributes:
+        num_equal: number of tensors with the same bits.
+    """
+
+    fields: tuple[FieldDifference, ...]
+    tensors: tuple[TensorDifference, ...]
+    num_equal: int
+
+    @property
+    def is_equal(self) -> bool:
+        """Return whether a run resumes from both in the same way."""
+        return not self.tensors and not any(field.counts for field in self.fields)
+
+    def record(self) -> dict[str, Any]:
+        """Return the comparison for JSON."""
+        return {"is_equal": self.is_equal, **asdict(self)}
+
+    def lines(self) -> Iterator[str]:
+        """Yield the comparison as lines of text."""
+        yield from map(str, self.fields)
+        yield from map(str, self.tensors)
+        verdict = "equal" if self.is_equal else "different"
+        yield f"{verdict}: {self.num_equal} tensors the same, {len(self.tensors)} not"
+
+
+def compare(one: FolderView, other: FolderView) -> CheckpointComparison:
+    """Compare two checkpoints by field and by tensor, with two tensors in memory at a time.
+
+    Raises:
+        DamagedCheckpoint: a tensor cannot be read.
+    """
+    tensors = list[TensorDifference]()
+    num_equal = 0
+    names, others = one.names(), other.names()
+    for name in with_progress(sorted({*names, *others}), "compared {} of {} tensors"):
+        if name not in names or name not in others:
+            tensors.append(TensorDifference(name, f"only in the {'first' if name in names else 'second'}"))
+        elif difference := _tensor_difference(name, one, other):
+            tensors.append(difference)
+        else:
+            num_equal += 1
+    fields = tuple(_fields(one.description, other.description))
+    return CheckpointComparison(fields, tuple(tensors), num_equal)
+
+
+def _fields(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[FieldDifference]:
+    ones, others = dict(_flat(one)), dict(_flat(other))
+    for name in dict.fromkeys((*ones, *others)):
+        if name.split(".")[0] == WRITTEN:  # these times always differ
+            continue
+        if ones.get(name) != others.get(name):
+            counts = name.split(".")[0] in OF_A_RUN
+            yield FieldDifference(name, ones.get(name), others.get(name), counts)
+
+
+def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, item in value.items():
+        if isinstance(item, Mapping):
+            yield from _flat(item, f"{prefix}{key}.")
+        else:
+            yield prefix + key, item
+
+
+def _tensor_difference(name: str, one: FolderView, other: FolderView) -> TensorDifference | None:
+    shapes = one.shape(name), other.shape(name)
+    if shapes[0] != shapes[1]:
+        return TensorDifference(name, f"shape {list(shapes[0])} | {list(shapes[1])}")
+    a, b = one.tensor(name), other.tensor(name)
+    if a.dtype == b.dtype and _has_same_bits(a, b):
+        return None
+    dtypes = "" if a.dtype == b.dtype else f"{dtype_name(a.dtype)} | {dtype_name(b.dtype)}, "
+    largest, relative = _distance(a, b)
+    what = f"{dtypes}max |a - b| {largest:.3e}, relative norm {relative:.3e}" if dtypes else ""
+    return TensorDifference(name, what, largest, relative)
+
+
+def _has_same_bits(a: Tensor, b: Tensor) -> bool:
+    pieces = zip(_bytes(a).split(CHUNK), _bytes(b).split(CHUNK), strict=True)
+    return all(torch.equal(*pair) for pair in pieces)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def _distance(a: Tensor, b: Tensor) -> tuple[float, float]:
+    """Return the largest difference and the difference's relative norm; a difference of NaN is infinite."""
+    largest, squares, of_first = 0.0, 0.0, 0.0
+    for one, other in zip(a.reshape(-1).split(CHUNK), b.reshape(-1).split(CHUNK), strict=True):
+        x, y = one.double(), other.double()
+        is_same = (x == y) | (x.isnan() & y.isnan())
+        difference = torch.where(is_same, 0.0, (x - y).abs()).nan_to_num(math.inf)
+        largest = max(largest, float(difference.max()) if difference.numel() else 0.0)
+        squares += float(difference.square().sum())
+        of_first += float(x.square().sum())
+    relative = math.sqrt(squares / of_first) if of_first > 0 else (math.inf if squares else 0.0)
+    return largest, relative

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megalite.train.telemetry.dashboards import MAIN_TAGS, NAMED_EVALUATION, SPEED_TAGS, SPLIT_TAGS, Tag
 from megalite.train.telemetry.metrics import LayerLoads, loads_in
 from megalite.train.telemetry.time_terms import TimeSample, sample_in
 from megalite.utils.errors import UserError
@@ -33,30 +34,11 @@ POSITIONS = {
 }
 """Metrics that order the rows. A row where one is not finite is dropped."""
 EVENTS = "events.out.tfevents"
-_TAGS = {
-    "lm loss": ("lm_loss", 1.0),
-    "learning-rate": ("learning_rate", 1.0),
-    "decoupled-learning-rate": ("decoupled_learning_rate", 1.0),
-    "grad-norm": ("grad_norm", 1.0),
-    "loss-scale": ("loss_scale", 1.0),
-    "batch-size": ("global_batch_size", 1.0),
-    "params-norm": ("params_norm", 1.0),
-    "num-zeros": ("num_zeros", 1.0),
-    "iteration-time": ("iteration_time_ms", 1e3),
-    "throughput": ("tflops_per_gpu", 1.0),
-    "tokens-per-second": ("tokens_per_second", 1.0),
-    "mfu": ("mfu", 1.0),
-    "mem-allocated-bytes": ("memory_allocated_mb", 2.0**-20),
-    "mem-reserved-bytes": ("memory_reserved_mb", 2.0**-20),
-}
-"""For each TensorBoard tag, the metric's name in a metrics file, and the factor to its unit there."""
+_TAGS = MAIN_TAGS | SPEED_TAGS
 _SPLITS = {
-    "lm loss validation": "valid",
-    "lm loss test": "test",
-    "lm loss validation ema": "valid ema",
-    "lm loss test ema": "test ema",
+    f"{tag}{ending}": f"{split}{ending}" for split, tag in SPLIT_TAGS.items() for ending in ("", " ema")
 }
-_NAMED = "lm-loss-validation/"
+"""Split of the evaluation under a TensorBoard tag, and whether it is of the weights' average."""
 
 
 @dataclass(frozen=True)
@@ -322,8 +304,8 @@ def _event_rows(events: Any, start_time: float | None) -> list[HistoryRow]:
             if name := _evaluation(tag):
                 rows.append(HistoryRow(event.step, {"lm_loss": event.value, **times}, name))
             elif tag in _TAGS or tag.endswith(" loss"):  # a term of the loss
-                key, factor = _TAGS.get(tag, (tag.replace(" ", "_"), 1.0))
-                iterations.setdefault(event.step, times)[key] = event.value * factor
+                known = _TAGS.get(tag, Tag(tag.replace(" ", "_")))
+                iterations.setdefault(event.step, times)[known.metric] = event.value * known.factor
     # Each row covers the iterations since the previous row.
     steps = sorted(iterations)
     for step, before in zip(steps, [None, *steps], strict=False):
@@ -336,8 +318,8 @@ def _event_rows(events: Any, start_time: float | None) -> list[HistoryRow]:
 
 def _evaluation(tag: str) -> str:
     """Return the split and dataset in an evaluation's tag; empty for other tags."""
-    if tag.startswith(_NAMED):
-        dataset, _, tag = tag.removeprefix(_NAMED).rpartition("/")
+    if tag.startswith(NAMED_EVALUATION):
+        dataset, _, tag = tag.removeprefix(NAMED_EVALUATION).rpartition("/")
         return f"{_SPLITS[tag]} {dataset}" if tag in _SPLITS else ""
     return _SPLITS.get(tag, "")
 

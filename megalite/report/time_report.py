@@ -15,6 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from megalite.distributed.axes import MODEL
 from megalite.observe.unit_record import ATTENTION, GEMMS, MEMORY_BOUND
 from megalite.report.run_folder import Run
 from megalite.report.run_history import POSITIONS, History, HistoryRow, RunSegment
@@ -273,14 +274,7 @@ _COMPUTING = {
     "offload": LAUNCHES,
 }
 """Term of a run that measures each kind of a plan's computation, on a rank of the median stage."""
-_WAITING = {
-    "tp": "tp wait",
-    "cp": "cp wait",
-    "ep": "ep wait",
-    "dp": "dp wait",
-    "pp": "pp wait",
-    "bubble": BUBBLE,
-}
+_WAITING = {**{name: f"{name} wait" for name in (*MODEL.names, "ep")}, "bubble": BUBBLE}
 """Term of a run that measures each of the other kinds, on the busiest rank."""
 _TOLERANCE = 0.01
 """Relative difference in a token's operations that the padding of the vocabulary may cause."""

@@ -16,7 +16,6 @@ from statistics import median
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -217,10 +216,8 @@ def _bias_gradient_seconds(shape: Shape, numbers: Callable[..., Tensor], timer: 
 
 def _slowest(own: Mapping[Shape, Seconds], topology: Topology) -> dict[Shape, Seconds]:
     """Return the longest times of any rank, for the shapes of all ranks: stages can have different ones."""
-    gathered: list[Mapping[Shape, Seconds]] = [{}] * topology.world_size
-    with topology.world.wait("all-gather", "times of GEMMs"):
-        dist.all_gather_object(gathered, own)
     slowest: dict[Shape, Seconds] = {}
-    for shape, seconds in (item for times in gathered for item in times.items()):
-        slowest[shape] = Seconds(*map(max, seconds, slowest.get(shape, seconds)))
+    for times in topology.world.gather_objects(own, "times of GEMMs"):
+        for shape, seconds in times.items():
+            slowest[shape] = Seconds(*map(max, seconds, slowest.get(shape, seconds)))
     return slowest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,18 +39,9 @@ from megalite.tensor_parallel.parameter_spec import (
 )
 from megalite.tensor_parallel.vocab_parallel import TiedWeight
 from megalite.tensor_parallel.weight_gradient_store import WeightGradientStore
+from megalite.train.global_batch import hidden_shape
 from megalite.train.own_model import OutputCheck, check_stage
 from megalite.utils.errors import UserError
-
-
-def hidden_shape(config: Config, seq_length: int) -> tuple[int, int, int]:
-    """Return the shape of what a stage sends to the next one for a microbatch, on each rank.
-
-    Args:
-        seq_length: tokens of a sequence; a sample may be cut into several.
-    """
-    num_sequences = config.training.micro_batch_size * (config.model.seq_length // seq_length)
-    return seq_length // config.parallel.num_hidden_slices, num_sequences, config.model.stage_output_size
 
 
 @dataclass(frozen=True)
@@ -174,6 +166,14 @@ def named_parameters(chunks: Sequence[Stage]) -> Iterator[tuple[str, nn.Paramete
             if parameter not in seen:
                 seen.add(parameter)
                 yield name, parameter
+
+
+def layer_depth(name: str) -> float:
+    """Return the number of the layer of a module or parameter; -1 in the embedding, infinity in the head."""
+    parts = name.split(".")
+    if parts[0] == "layers" and len(parts) > 1:
+        return int(parts[1])
+    return -1 if parts[0] == "embedding" else math.inf
 
 
 def saved_buffers(chunks: Sequence[Stage], topology: Topology) -> dict[str, ParameterShard]:

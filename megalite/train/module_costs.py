@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -288,15 +287,9 @@ class _CostReader(Reader):
             index = bisect_right(self._first_nodes, node_number(node)) - 1
             name = self._modules[index] if index >= 0 else None
             if name is not None:
-                node.register_prehook(partial(self._begin_node, name))
-                node.register_hook(self._end_node)
+                node.register_prehook(lambda _, name=name: self._begin(name, Phase.BACKWARD))
+                node.register_hook(lambda *_: self._end())
         self._after_forward(stage, arguments, output)
-
-    def _begin_node(self, name: str, _: Any) -> None:
-        self._begin(name, Phase.BACKWARD)
-
-    def _end_node(self, *_: Any) -> None:
-        self._end()
 
 
 def _graph_of(output: Any) -> Iterator[Node]:

@@ -1,6 +1,6 @@
 """Check a program's own model: its stage, its results, and whether its layout was verified.
 
-A record beside the program's file says that the model was verified in layouts with --tp and with --cp.
+A record beside the program's file says that the model was verified in layouts that cut weights and samples.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from megalite.batch.loss_terms import LM_LOSS, LossTerm, WithTerms
 from megalite.config import ParallelConfig
+from megalite.distributed.axes import MODEL
 from megalite.distributed.topology import Topology
 from megalite.model.stage import Stage, StageProvider, is_own_model, provider_name
 from megalite.model.transformer_stage import TransformerStage
@@ -97,8 +97,7 @@ def check_first_iteration(
             same elements; on every rank.
     """
     mine: _Findings = unreached, loss, {name: _fingerprint(each, topology) for name, each in buffers.items()}
-    everywhere: list[_Findings] = [mine] * topology.world_size
-    dist.all_gather_object(everywhere, mine)
+    everywhere = topology.world.gather_objects(mine, "checks of the model")
     names = sorted({name for each, *_ in everywhere for name in each})
     if names and topology.rank == 0:
         log.warning(
@@ -197,12 +196,13 @@ def _loss_fault(loss: Tensor) -> str | None:
     return None
 
 
+(_POSITIONS,) = MODEL.with_role("positions")
 FILE_ENDING = ".verified.json"
 """The record of ``my_model.py`` is ``my_model.verified.json``; it is valid until the program changes."""
 
 
 def warn_if_unverified(run: RunContext) -> None:
-    """Warn if the run trains its own model over tp or cp and it was not verified in such a layout.
+    """Warn if the run cuts the weights or samples of its own model, and was not verified in such a layout.
 
     There a layer that lacks a collective has a wrong output or gradient, and no error shows it.
     """
@@ -213,9 +213,9 @@ def warn_if_unverified(run: RunContext) -> None:
     names = {kind: name for kind, name in _layouts(parallel).items() if kind not in verified}
     if not names:
         return
-    sizes = {"tp": parallel.tp, "cp": parallel.cp}
+    sizes = {"tp": parallel.tp, _POSITIONS: parallel.mesh.num_position_slices}
     reason = "a missing collective gives wrong gradients"
-    if "cp" in names:
+    if _POSITIONS in names:
         reason = "a layer that mixes tokens of one rank alone computes another model"
     log.warning(
         "%s trains with %s and was not verified in this layout: %s, without an error. Run once: python %s … "
@@ -243,7 +243,7 @@ def record_verified(provider: StageProvider | None, layouts: Iterable[ParallelCo
     try:
         path.write_text(json.dumps(record) + "\n")
     except OSError as error:
-        log.warning("%s cannot be written (%s): runs with --tp or --cp will warn", path, first_line(error))
+        log.warning("%s cannot be written (%s): runs in these layouts will warn", path, first_line(error))
 
 
 def _layouts(parallel: ParallelConfig) -> dict[str, str]:
@@ -252,8 +252,8 @@ def _layouts(parallel: ParallelConfig) -> dict[str, str]:
     if parallel.tp > 1:
         sequence = "+sp" if parallel.sequence_parallel else ""
         names[f"tp{sequence}"] = f"tp{parallel.tp}{sequence}"
-    if parallel.cp > 1:
-        names["cp"] = f"cp{parallel.cp}"
+    if (num_slices := parallel.mesh.num_position_slices) > 1:
+        names[_POSITIONS] = f"{_POSITIONS}{num_slices}"
     return names
 
 

@@ -28,10 +28,24 @@ from megalite.plan.rank_plan import LayoutTrial, RankPlan, train_in_chosen_layou
 from megalite.train.callbacks import default_callbacks
 from megalite.train.loop import Callback, check_callbacks, train
 from megalite.train.own_model import warn_if_unverified
-from megalite.train.resume import check_load_folder, resume
-from megalite.train.run_context import DatasetProvider, Providers, RunContext, resolve_run, with_vocab_size
-from megalite.train.run_datasets import build_data
-from megalite.train.setup import announce, bind_to_cores, listen, open_writers, prepare_process, settings_of
+from megalite.train.run_context import (
+    DatasetProvider,
+    Providers,
+    RunContext,
+    build_data,
+    resolve_run,
+    with_vocab_size,
+)
+from megalite.train.setup import (
+    announce,
+    bind_to_cores,
+    check_load_folder,
+    listen,
+    open_writers,
+    prepare_process,
+    resume,
+    settings_of,
+)
 from megalite.train.stopping import StopConditions, StopSignals, exit_if_switched_off
 from megalite.train.telemetry.writers import Writers
 from megalite.train.trainer import Trainer

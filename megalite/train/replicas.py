@@ -12,7 +12,6 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -50,9 +49,7 @@ class Finding(NamedTuple):
             f"rank {topology.rank} (host {socket.gethostname()}, {topology.device}, "
             f"{device_name(topology.device)}; {coordinates_text(topology.coordinates)})"
         )
-        devices = [mine] * topology.world_size
-        with topology.world.wait("all-gather", "audit"):
-            dist.all_gather_object(devices, mine)
+        devices = topology.world.gather_objects(mine, "audit")
         named = few([devices[rank] for rank in self.suspects], 8)
         one_of = "" if self.is_voted or len(self.suspects) == 1 else "one of "
         return f"{few(self.names)} {self.what}; wrong: {one_of}{named}"
@@ -176,11 +173,8 @@ class ReplicaComparison:
             for group in differing & sums.keys()
             for name, each in sums[group].items()
         }
-        gathered: list[dict[tuple[int, str], int]] = [{}] * self._topology.world_size
-        with self._topology.world.wait("all-gather", _WAIT):
-            dist.all_gather_object(gathered, mine)
         values: dict[tuple[int, str], dict[int, int]] = {}
-        for rank, of_rank in enumerate(gathered):
+        for rank, of_rank in enumerate(self._topology.world.gather_objects(mine, _WAIT)):
             for key, value in of_rank.items():
                 values.setdefault(key, {})[rank] = value
         names: dict[str, None] = {}
@@ -231,13 +225,12 @@ _WORDS_AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 24}
 """Words that are hashed together, by the type of the device: a CPU's cache holds them."""
 
 
-def _signed(number: int) -> int:
-    """Return the int64 that has the same bits as an unsigned number."""
-    return number - (1 << 64) if number >= 1 << 63 else number
-
-
-_STEP, _FIRST, _SECOND = map(_signed, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
-"""Constants of splitmix64 (Steele et al. 2014)."""
+_STEP, _FIRST, _SECOND = (
+    0x9E3779B97F4A7C15 - (1 << 64),
+    0xBF58476D1CE4E5B9 - (1 << 64),
+    0x94D049BB133111EB - (1 << 64),
+)
+"""Constants of splitmix64 (Steele et al. 2014), as int64."""
 
 
 @torch.no_grad()

@@ -17,8 +17,7 @@ from megalite.data.gpt_dataset import Dataset, GPTDataset
 from megalite.data.packed_dataset import PackedDataset
 from megalite.distributed.rendezvous import Launch
 from megalite.distributed.topology import Topology
-from megalite.train.run_context import resolve_run
-from megalite.train.run_datasets import build_data
+from megalite.train.run_context import build_data, resolve_run
 from megalite.utils.errors import UserError
 
 

@@ -1,4 +1,7 @@
-"""Record what each rank does in an iteration, put the ranks on one clock, and write a file for Perfetto."""
+"""Trace a range of iterations: record what each rank does, put the ranks on one clock, and write the trace.
+
+The log says where the time went, and Perfetto shows the file.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import json
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,11 +17,16 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from megalite.config import LoggingConfig
 from megalite.distributed.axes import MODEL, coordinates_text, whole_axis
-from megalite.distributed.axis import WORLD, Observer, Wait
+from megalite.distributed.axis import DEVICE, WORLD, Observer, Wait, observing
 from megalite.pipeline.schedules import Action
-from megalite.train.telemetry.timers import BATCH_GENERATOR, Clock, Timed
-from megalite.utils.files import replace_file
+from megalite.train.loop import Callback, TrainingLoop
+from megalite.train.telemetry.timers import BATCH_GENERATOR, Clock, Timed, WallClock, clock_for
+from megalite.train.train_step import StepResult
+from megalite.utils.errors import UserError
+from megalite.utils.files import make_writable, replace_file
+from megalite.utils.log import THIS_RANK, log
 
 ITERATION = "iteration"
 DATA = "data"
@@ -304,3 +312,121 @@ def _event(rank: int, span: TraceSpan, origin: float) -> dict[str, Any]:
     if span.microbatch is not None:
         event["args"] = {"microbatch": span.microbatch, "chunk": span.chunk}
     return event
+
+
+_RankTrace = tuple[dict[str, int], ClockSamples, list[TraceSpan]]
+"""One rank's part of the file: its coordinate along each axis, its clock samples and its spans."""
+
+
+class PipelineTracing(Callback):
+    """Trace of the iterations of --trace-pipeline, which is written after the last of them.
+
+    Other iterations are not observed.
+    """
+
+    @contextmanager
+    def running(self, loop: TrainingLoop) -> Iterator[None]:
+        """Trace while the block trains.
+
+        Raises:
+            UserError: the file's folder cannot be written; raised on every rank.
+        """
+        config, topology = loop.trainer.config, loop.trainer.topology
+        self._path = trace_path(config.logging, config.checkpoint.save)
+        with topology.agreed():
+            if topology.is_reporter:
+                make_writable(self._path.parent, _folder_flag(config.logging))
+                if self._path.is_dir():
+                    raise UserError(f"{_folder_flag(config.logging)} {self._path} is a folder: pass a file")
+        self._topology = topology
+        self._numbers = config.logging.traced_iterations  # counted from 1
+        self._recorder: Recorder | None = None
+        self._has_traced = False
+        with ExitStack() as self._iteration:
+            yield
+        self._write()
+        if not self._has_traced:
+            first, last = self._numbers[0], self._numbers[-1]
+            log.warning("--trace-pipeline %d:%d: no trace, as the run had no such iteration", first, last)
+
+    def before_step(self, loop: TrainingLoop) -> None:
+        if loop.next_iteration not in self._numbers:
+            return
+        topology = self._topology
+        if self._recorder is None:
+            if topology.device.type == "cuda":
+                with topology.events.during(DEVICE):
+                    torch.cuda.synchronize(topology.device)
+            self._recorder = Recorder(clock_for(topology.device), WallClock())
+        self._has_traced = True
+        self._iteration.enter_context(observing(topology.observers, self._recorder))
+        self._iteration.enter_context(self._recorder.iteration(loop.next_iteration))
+
+    def after_step(self, loop: TrainingLoop, result: StepResult) -> None:
+        self._iteration.close()
+
+    def after_iteration(self, loop: TrainingLoop, result: StepResult) -> None:
+        if loop.iteration == self._numbers[-1]:
+            self._write()
+
+    def _write(self) -> None:
+        """Gather the spans on the reporting rank, which writes them, if there are any; a collective."""
+        recorder, self._recorder = self._recorder, None
+        if recorder is None:
+            return
+        topology = self._topology
+        with topology.world.wait("all-reduce", "the trace's clocks"):
+            samples = sample_clocks(topology.rank)
+        with topology.events.during(DEVICE):
+            spans = recorder.spans()
+        mine: _RankTrace = topology.coordinates, samples, spans
+        gathered: list[Any] | None = [None] * topology.world_size if topology.is_reporter else None
+        with topology.world.wait("gather", "the trace"):
+            dist.gather_object(mine, gathered, dst=topology.world_size - 1)
+        if gathered is not None:
+            self._report(gathered)
+
+    def _report(self, gathered: list[_RankTrace]) -> None:
+        offsets = clock_offsets([samples for _, samples, _ in gathered])
+        lanes = []
+        for rank, ((coordinates, _, spans), (offset, _)) in enumerate(zip(gathered, offsets, strict=True)):
+            moved = [span._replace(start=span.start + offset, end=span.end + offset) for span in spans]
+            lanes.append(Lane(rank, coordinates, moved))
+        breakdown = time_breakdown(lane.spans for lane in lanes)
+        error = max(offset.error for offset in offsets)
+        traced = [int(span.name.split()[1]) for span in lanes[0].spans if span.category == ITERATION]
+        first, last = traced[0], traced[-1]
+        which = f"iterations {first}-{last}" if first < last else f"iteration {first}"
+        log.info("pipeline trace of %s: %s", which, breakdown, extra=THIS_RANK)
+        topology = self._topology
+        facts = {
+            "first_iteration": first,
+            "last_iteration": last,
+            "verdict": dict(breakdown.shares),
+            "verdict_line": str(breakdown),
+            "clock_error_us": 1e6 * error,
+            "layout": topology.sizes,
+        }
+        try:
+            write_trace(self._path, lanes, facts)
+        except OSError as failure:  # a missing trace must not end the run
+            log.warning("the trace %s cannot be written: %s", self._path, failure.strerror, extra=THIS_RANK)
+            return
+        exact = f"agree to {1e6 * error:.0f} us" if error else "are identical"
+        log.info("pipeline trace: %s (%d lanes; clocks %s)", self._path, len(lanes), exact, extra=THIS_RANK)
+
+
+def trace_path(logging: LoggingConfig, save: str | None) -> Path:
+    """Return the file of a requested trace."""
+    if logging.trace_pipeline_path is not None:
+        return Path(logging.trace_pipeline_path)
+    folder = logging.tensorboard_dir or save
+    assert folder is not None  # a rule of the config
+    first, last = logging.traced_iterations[0], logging.traced_iterations[-1]
+    return Path(folder) / f"pipeline_trace_{first}-{last}.json"
+
+
+def _folder_flag(logging: LoggingConfig) -> str:
+    if logging.trace_pipeline_path is not None:
+        return "--trace-pipeline-path"
+    return "--tensorboard-dir" if logging.tensorboard_dir else "--save"

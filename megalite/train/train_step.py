@@ -1,31 +1,177 @@
-"""One training iteration, from its plan to the updated weights."""
+"""One training iteration, from its plan to the updated weights, and the check that skips an update."""
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from megalite.batch.loss_terms import REAL_TOKEN, later_real_token, later_token
 from megalite.batch.microbatch import Microbatch
 from megalite.checkpoint.progress import TrainingProgress
+from megalite.config import Config, TrainingConfig
+from megalite.config.parameter_schedules import OptimizerSchedules
 from megalite.data.batch_loader import BatchLoader
 from megalite.distributed.axis import DEVICE
-from megalite.distributed.collectives import all_reduce
-from megalite.distributed.topology import Topology
 from megalite.hardware.host_memory import AsyncValues
-from megalite.model.experts import names_of_terms
 from megalite.optim.optimizer import Optimizer
 from megalite.pipeline.executor import Pipeline
 from megalite.tensor_parallel.fp8 import Fp8Weights
-from megalite.train.anomaly_check import Anomaly, AnomalyCheck
-from megalite.train.iteration_plan import IterationPlan, IterationPlanner
-from megalite.train.model_chunks import hidden_shape
+from megalite.train.global_batch import GlobalBatches, LossMasks, global_losses, hidden_shape
 from megalite.train.run_context import RunContext
 from megalite.train.telemetry.timers import BATCH_GENERATOR
+
+
+@dataclass(frozen=True)
+class IterationPlan:
+    """Settings of one iteration, before it runs.
+
+    Attributes:
+        iteration: its number, from 1.
+        first_sample: number of the first sample of its global batch.
+        num_samples: size of its global batch.
+        num_microbatches: number of microbatches on each data-parallel rank.
+        seq_length: tokens of a sequence; --seq-length-schedule may cut each sample into several sequences.
+        sequences_per_sample: number of sequences that each of its samples is cut into.
+        is_excluded: whether --iterations-to-skip consumes its samples without training.
+        decoupled_learning_rate: learning rate of the word embedding and the output layer; None for
+            `learning_rate`.
+    """
+
+    iteration: int
+    first_sample: int
+    num_samples: int
+    num_microbatches: int
+    seq_length: int
+    sequences_per_sample: int
+    learning_rate: float
+    weight_decay: float
+    is_excluded: bool
+    decoupled_learning_rate: float | None = None
+
+    @property
+    def num_sequences(self) -> int:
+        """Return the number of sequences of the global batch."""
+        return self.num_samples * self.sequences_per_sample
+
+
+class IterationPlanner:
+    """Plan of each iteration of a run, from its number and its first sample alone, so a run can resume.
+
+    Args:
+        config: validated config.
+        dp: data-parallel size.
+    """
+
+    def __init__(self, config: Config, dp: int) -> None:
+        schedules = OptimizerSchedules.of(config, dp)
+        self._training = config.training
+        self._full_length = config.model.seq_length
+        self._sequences_per_sample = config.sequences_per_sample
+        self._samples_per_microbatch = config.training.micro_batch_size * dp  # over all replicas
+        self._batch_size = config.batch_size(dp)
+        self._learning_rate = schedules.learning_rate
+        self._decoupled_learning_rate = schedules.decoupled_learning_rate
+        self._weight_decay = schedules.weight_decay
+
+    def __call__(self, progress: TrainingProgress) -> IterationPlan:
+        """Plan the iteration that follows `progress`."""
+        iteration, first_sample = progress.iteration + 1, progress.consumed_samples
+        num_samples, count = self._batch_size(first_sample), self._sequences_per_sample(first_sample)
+        position = self._training.position(iteration, first_sample + num_samples)
+        return IterationPlan(
+            iteration,
+            first_sample,
+            num_samples,
+            num_samples // self._samples_per_microbatch,
+            self._full_length // count,
+            count,
+            self._learning_rate(position),
+            self._weight_decay(position),
+            self._training.is_skipped(iteration),
+            self._decoupled_learning_rate(position) if self._decoupled_learning_rate else None,
+        )
+
+
+MIN_LOSSES = 10
+"""Number of earlier losses that the check needs: the first losses of a run fall too fast."""
+
+
+@dataclass(frozen=True)
+class Anomaly:
+    """Reason for skipping an update.
+
+    Attributes:
+        what: a clause for the log, such as "the loss is nan".
+    """
+
+    kind: Literal["loss", "gradient", "spike"]
+    what: str
+
+
+class AnomalyCheck:
+    """Check of an iteration by numbers that are the same on every rank, so every rank decides the same.
+
+    A loss is a spike if it is above `spiky_loss_factor` times the median of the recent losses. Unlike their
+    maximum (Megatron-LM's measure), which stays at the loss of the first iterations, the median follows the
+    loss down.
+    """
+
+    def __init__(self, config: TrainingConfig) -> None:
+        self._checks_nan = config.check_for_nan_in_loss_and_grad
+        self._checks_spikes = config.check_for_spiky_loss
+        self._factor = config.spiky_loss_factor
+
+    def find(
+        self,
+        loss: float,
+        grad_norm: float,
+        recent_losses: Sequence[float],
+        may_overflow: bool = False,
+    ) -> Anomaly | None:
+        """Return what is wrong with an iteration, or None if its update is allowed.
+
+        Args:
+            loss: loss of the global batch.
+            grad_norm: norm of the whole model's gradient.
+            recent_losses: losses of earlier iterations that updated the weights, oldest first.
+            may_overflow: an infinite gradient may come from the loss scale, which will be lowered.
+        """
+        if self._checks_nan and not math.isfinite(loss):
+            return Anomaly("loss", f"the loss is {loss}")
+        if self._checks_nan and not math.isfinite(grad_norm) and not may_overflow:
+            return Anomaly("gradient", f"the grad norm is {grad_norm}")
+        median = self._median(recent_losses)
+        if median is None or not loss > self._factor * median:
+            return None
+        return Anomaly(
+            "spike",
+            f"the loss {loss:.6g} is above {self._factor:g} times {median:.6g}, the median of the last "
+            f"{len(recent_losses)}",
+        )
+
+    def allows(self, loss: Tensor, recent_losses: Sequence[float]) -> Tensor:
+        """Return whether `find` would accept the loss, as a bool scalar on the loss' device.
+
+        The device uses it to skip an update before the host has read the loss.
+        """
+        median = self._median(recent_losses)
+        highest = math.inf if median is None else self._factor * median
+        is_low = loss.gt(highest).logical_not_()  # a comparison with NaN is False
+        return is_low.logical_and_(loss.isfinite()) if self._checks_nan else is_low
+
+    def losses_to_keep(self, loss: float) -> tuple[float, ...]:
+        """Return the loss of an iteration that updated the weights, if later losses are compared with it."""
+        return (loss,) if self._checks_spikes and math.isfinite(loss) else ()
+
+    def _median(self, recent_losses: Sequence[float]) -> float | None:
+        if not self._checks_spikes or len(recent_losses) < MIN_LOSSES:
+            return None
+        return statistics.median(recent_losses)
 
 
 @dataclass(frozen=True)
@@ -167,14 +313,8 @@ class TrainStep:
         means = global_losses(losses, self.loss_names, self.topology, ratio)
         return means, self.optimizer.finish_gradients(ratio)
 
-    def run_first_microbatch(self, plan: IterationPlan, replica: int) -> None:
-        """Run forward and backward of the first microbatch that a replica has in an iteration; a collective.
-
-        It is computed as in the iteration, and overwrites the gradients.
-
-        Args:
-            replica: a rank of those that read different samples; it may differ between these ranks.
-        """
+    def divisors(self, plan: IterationPlan) -> Mapping[str, float | Tensor]:
+        """Return the divisors of an iteration's losses; a collective, which reads nothing ahead."""
         load, own = self.load.load_for_replica, self.topology.sample_ranks.rank
         _, divisors = self.batches.open(
             lambda index: load(plan.first_sample, index, own),
@@ -182,177 +322,26 @@ class TrainStep:
             plan.num_sequences,
             plan.seq_length,
         )
+        return divisors
+
+    def run_microbatch(
+        self, plan: IterationPlan, index: int, replica: int, divisors: Mapping[str, float | Tensor]
+    ) -> Tensor:
+        """Compute one microbatch as in the iteration, and return its gradient's norm; a collective.
+
+        It overwrites the gradients.
+
+        Args:
+            replica: a rank of those that read different samples; it may differ between these ranks.
+            divisors: those of the iteration.
+        """
         self.optimizer.begin(1)
         with self.fp8_weights.iteration(keeps_copies=False):
             self.pipeline.train_step(
                 1,
-                lambda _: load(plan.first_sample, 0, replica),
+                lambda _: self.load.load_for_replica(plan.first_sample, index, replica),
                 hidden_shape(self.config, plan.seq_length),
                 divisors=divisors,
                 loss_scale=self.optimizer.scaler.scale,
             )
-        self.optimizer.finish_gradients()
-
-
-class GlobalBatches:
-    """Divisors of a global batch's losses, computed before its first microbatch runs.
-
-    Attributes:
-        counts_afterwards: tokens with a loss are counted while the batch runs, and `LossMasks.token_ratio`
-            then corrects loss and gradients as a whole.
-    """
-
-    def __init__(self, run: RunContext) -> None:
-        self._topology = run.topology
-        self._num_later = run.config.model.mtp_num_layers
-        self._has_masks = run.config.data.masks_loss or run.samples.are_masked
-        self._reads_all = reads_whole_batches(run)
-        self.counts_afterwards = run.config.data.masks_loss and not self._reads_all
-
-    def open(
-        self,
-        read: Callable[[int], Microbatch],
-        num_microbatches: int,
-        num_sequences: int,
-        seq_length: int,
-        *,
-        counts_afterwards: bool | None = None,
-    ) -> tuple[Callable[[int], Microbatch], dict[str, float | Tensor]]:
-        """Return a function that loads a microbatch by its index, and the divisors by `LossTerm.per`.
-
-        Where a term is a mean over something else than the tokens with a loss, masks are counted before, over
-        all ranks with a loss: the batch is loaded here, and this is a collective. A stage that reads no
-        samples has only the divisors of the terms that it can have.
-
-        Args:
-            read: reads a microbatch by its index; called once for each.
-            num_microbatches: number of microbatches of this rank.
-            num_sequences: number of sequences of the global batch.
-            seq_length: tokens of each.
-            counts_afterwards: divide the sum over the tokens with a loss by the number of all tokens; by
-                default as the attribute says.
-        """
-        batch = [read(index) for index in range(num_microbatches)] if self._reads_all else []
-        afterwards = self.counts_afterwards if counts_afterwards is None else counts_afterwards
-        divisors = self._divisors(batch, num_sequences, seq_length, afterwards)
-        if self._num_later:
-            divisors |= self._later_token_divisors(batch, num_sequences, seq_length)
-        return batch.__getitem__ if batch else read, divisors
-
-    def _divisors(
-        self, batch: Sequence[Microbatch], num_sequences: int, seq_length: int, counts_afterwards: bool
-    ) -> dict[str, float | Tensor]:
-        """Return the numbers of tokens with a loss, of tokens that are not padding, and of sequences."""
-        num_tokens = num_sequences * seq_length
-        if counts_afterwards and not batch:  # the correction is of the whole gradient
-            return {"token": num_tokens}
-        divisors: dict[str, float | Tensor] = {
-            "token": num_tokens,
-            REAL_TOKEN: num_tokens,
-            "sample": num_sequences,
-        }
-        if self._has_masks and not counts_afterwards:
-            del divisors["token"]  # a stage without masks has no loss
-            divisors |= self._count("token", [each.loss_mask for each in batch])
-        return divisors | self._count(REAL_TOKEN, [each.is_real for each in batch])
-
-    def _count(self, name: str, masks: Sequence[Tensor | None]) -> dict[str, float | Tensor]:
-        """Return the number of marked tokens by its name; nothing if this stage has no masks."""
-        marked = [mask.sum() for mask in masks if mask is not None]
-        if not marked:
-            return {}
-        total = torch.stack(marked).sum().double()
-        all_reduce(total, self._topology.loss_ranks, of=f"the number of {name}s")
-        return {name: total}
-
-    def _later_token_divisors(
-        self, batch: Sequence[Microbatch], num_sequences: int, seq_length: int
-    ) -> dict[str, float | Tensor]:
-        """Return the numbers of tokens that have a later one, and of those whose later label has a loss.
-
-        Args:
-            batch: the rank's microbatches, if they must be counted.
-        """
-        divisors: dict[str, float | Tensor] = {}
-        for ahead in range(1, self._num_later + 1):
-            masks = {
-                later_real_token(ahead): [each.later_real for each in batch],
-                later_token(ahead): [each.later_mask for each in batch],
-            }
-            for name, marked in masks.items():
-                if batch:
-                    own = [None if mask is None else mask[:, ahead - 1] for mask in marked]
-                    divisors |= self._count(name, own)
-                else:
-                    divisors[name] = num_sequences * (seq_length - ahead)
-        return divisors
-
-
-def reads_whole_batches(run: RunContext) -> bool:
-    """Return whether a global batch is read whole before it runs, because it must be counted."""
-    model, data = run.config.model, run.config.data
-    counts_later_tokens = model.mtp_num_layers > 0 and (data.masks_loss or data.masks_attention)
-    counts_real_tokens = data.masks_loss and bool(names_of_terms(model))
-    return run.samples.are_masked or counts_later_tokens or counts_real_tokens
-
-
-class LossMasks:
-    """Numbers of tokens that have a loss in the microbatches of one or several global batches.
-
-    A microbatch's loss is divided by the number of all tokens in its global batch, before any rank knows how
-    many of them have a loss. Multiplying its mean over these, and its gradients, by `token_ratio` corrects
-    the divisor.
-    """
-
-    def __init__(self) -> None:
-        self._num_tokens = 0
-        self._num_with_loss: list[Tensor] = []
-
-    def counted(self, microbatch: Microbatch) -> Microbatch:
-        """Count the microbatch's tokens and return it."""
-        if microbatch.loss_mask is not None:
-            self._num_tokens += microbatch.loss_mask.numel()
-            self._num_with_loss.append(microbatch.loss_mask.sum())
-        return microbatch
-
-    def token_ratio(self, topology: Topology) -> Tensor:
-        """Return all tokens divided by those with a loss, an fp64 scalar on the device; a collective.
-
-        The ranks of the first stage count, because they load every microbatch in any schedule. If no token
-        has a loss, the divisor is one.
-        """
-        totals = torch.zeros(2, dtype=torch.float64, device=topology.device)
-        if topology.pp.is_first and self._num_with_loss:
-            totals[0].fill_(self._num_tokens)  # `totals[0] = number` would wait for the device
-            totals[1] = torch.stack(self._num_with_loss).sum()
-        for axis in (topology.loss_ranks, topology.pp):
-            all_reduce(totals, axis, of="the number of tokens")
-        return totals[0] / totals[1].clamp_min(1.0)
-
-
-def global_losses(
-    losses: Sequence[Mapping[str, Tensor]],
-    names: Sequence[str],
-    topology: Topology,
-    token_ratio: Tensor | None = None,
-) -> Tensor:
-    """Sum the terms of the microbatches' losses over all stages and replicas; return them on every rank.
-
-    Args:
-        losses: this rank's terms by name, already divided by the number of units of the global batch.
-        names: names of all terms, on any stage.
-        token_ratio: factor on the sum, a scalar; see `LossMasks`.
-
-    Returns:
-        fp64 ``[names]`` on the device, not yet synchronized with the host.
-    """
-    total = torch.zeros(len(names), dtype=torch.float64, device=topology.device)
-    totals = dict(zip(names, total, strict=True))  # views of the elements
-    for terms in losses:
-        for name, loss in terms.items():
-            totals[name] += loss
-    for axis in (topology.loss_ranks, topology.pp):  # a stage without a term adds zero
-        all_reduce(total, axis, of="the loss")
-    if token_ratio is not None:
-        total *= token_ratio
-    return total
+        return self.optimizer.finish_gradients()

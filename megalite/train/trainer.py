@@ -26,16 +26,14 @@ from megalite.pipeline.executor import Pipeline
 from megalite.pipeline.point_to_point import PointToPoint
 from megalite.tensor_parallel.fp8 import Fp8Weights
 from megalite.tensor_parallel.parameter_spec import ParameterShard
-from megalite.train.evaluator import Evaluator
 from megalite.train.gemm_epilogues import choose_gemm_epilogues
-from megalite.train.iteration_plan import IterationPlanner
+from megalite.train.global_batch import Evaluator, reads_whole_batches
 from megalite.train.model_chunks import ChunkResources, build_chunks, build_optimizer, saved_buffers
 from megalite.train.own_model import check_first_iteration, warn_if_unverified
-from megalite.train.run_context import Providers, RunContext, resolve_run
-from megalite.train.run_datasets import build_data
+from megalite.train.run_context import Providers, RunContext, build_data, resolve_run
 from megalite.train.stopping import Stopped
 from megalite.train.telemetry.timers import Timers
-from megalite.train.train_step import StepResult, TrainStep, reads_whole_batches
+from megalite.train.train_step import IterationPlanner, StepResult, TrainStep
 from megalite.utils.log import log
 
 

@@ -12,7 +12,7 @@ import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,9 +27,6 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 # Functions on nested lists, tuples and dicts have no public module.
 from torch.utils._pytree import tree_leaves as tree_leaves
-
-if TYPE_CHECKING:
-    pass
 
 # Operators on lists of tensors. The public classes of torch.optim only use them within their own steps.
 foreach_add_ = torch._foreach_add_

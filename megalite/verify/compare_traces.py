@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megalite.distributed.held_positions import HeldPositions
-from megalite.observe.collectives import Collective
+from megalite.observe.operator_log import Collective
 from megalite.tensor_parallel.placement import Box
 from megalite.verify.trace_run import Activation, RankTrace, StepTensor
 

@@ -21,10 +21,9 @@ from megalite.model.routing_record import ChoiceRecorder, ChoiceReplayer, Routed
 from megalite.tensor_parallel.parameter_spec import gather_full, spec_of
 from megalite.train.callbacks.metrics_logging import begin_counts, end_counts, loads_of_layers
 from megalite.train.callbacks.recorded_routing import observe_choices, routers_of
-from megalite.train.evaluator import Evaluator
+from megalite.train.global_batch import Evaluator
 from megalite.train.model_chunks import named_parameters, saved_buffers
-from megalite.train.run_context import Providers, RunContext, resolve_run
-from megalite.train.run_datasets import build_data
+from megalite.train.run_context import Providers, RunContext, build_data, resolve_run
 from megalite.train.telemetry.metrics import LayerLoads
 from megalite.train.train_step import StepResult
 from megalite.train.trainer import Trainer

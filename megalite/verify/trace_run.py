@@ -27,14 +27,13 @@ from megalite.distributed.held_positions import HeldPositions
 from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
 from megalite.model.stage import Stage
-from megalite.observe.collectives import Collective, CollectiveList
+from megalite.observe.operator_log import Collective, CollectiveList
 from megalite.observe.recorder import Reader, watch_modules, watch_point
 from megalite.pipeline.schedules import Action, ActionKind
 from megalite.tensor_parallel.parameter_spec import ParameterSpec, spec_of
 from megalite.tensor_parallel.placement import Box
 from megalite.train.model_chunks import named_parameters, saved_buffers
-from megalite.train.run_context import Providers, resolve_run
-from megalite.train.run_datasets import build_data
+from megalite.train.run_context import Providers, build_data, resolve_run
 from megalite.train.train_step import StepResult
 from megalite.train.trainer import Trainer
 from megalite.utils.errors import UserError

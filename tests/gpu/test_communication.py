@@ -15,7 +15,7 @@ from megalite.distributed.mesh import group_options
 from megalite.distributed.rendezvous import Launch
 from megalite.distributed.topology import Topology
 from megalite.tensor_parallel.gemm_collectives import choose_overlap, trial_problem
-from megalite.train.health.hang_report import recorder_of, write_records
+from megalite.train.callbacks.hang_report import recorder_of, write_records
 
 pytestmark = [
     pytest.mark.gpu,

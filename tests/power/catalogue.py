@@ -74,8 +74,8 @@ from megalite.tensor_parallel import (
 )
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterShard
 from megalite.tensor_parallel.placement import Box, ParameterAxes
-from megalite.train import evaluator, model_chunks, train_step, trainer
-from megalite.train.train_step import LossMasks
+from megalite.train import global_batch, model_chunks, trainer
+from megalite.train.global_batch import LossMasks
 from tests.power import own_stage
 from tests.power.injected_error import (
     Change,
@@ -762,11 +762,11 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
         ("exchanged heads have the ALiBi slopes of the first ones", "cp2+a2a", parameter_spec.LayerContext,
          "attention_heads", lambda original, _: property(
              lambda self: Slice(self.tp.rank * self.cp.size, self.tp.size * self.cp.size)), "bloom"),
-        ("the divisor counts the tokens of a slice", "cp2", train_step.GlobalBatches, "open",
+        ("the divisor counts the tokens of a slice", "cp2", global_batch.GlobalBatches, "open",
          after(lambda opened, self, *_: (opened[0], {
              name: number / (self._topology.positions.count if name == "token" else 1)
              for name, number in opened[1].items()}))),
-        ("tokens with a loss are counted on a slice", "cp2", train_step.LossMasks, "token_ratio",
+        ("tokens with a loss are counted on a slice", "cp2", global_batch.LossMasks, "token_ratio",
          lambda original, topology: lambda self, over: original(self, topology) * (1 + over.positions.index),
          "packed"),
         ("a block of a ring sees later keys", "cp2+p2p", plain, "_hide_",
@@ -942,17 +942,18 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
          "The verification compares losses, norms, gradients and weights, but no other logged number."),
     ],
     "loss and divisors": [
-        ("the logged loss is not summed", "dp2", train_step, "all_reduce", unless(_sums("the loss"), _first)),
-        ("the logged loss is a mean over replicas", "dp2", train_step, "all_reduce", before(mean_first)),
-        ("the divisor counts the rank's samples", "dp2", train_step.GlobalBatches, "open",
+        ("the logged loss is not summed", "dp2", global_batch, "all_reduce",
+         unless(_sums("the loss"), _first)),
+        ("the logged loss is a mean over replicas", "dp2", global_batch, "all_reduce", before(mean_first)),
+        ("the divisor counts the rank's samples", "dp2", global_batch.GlobalBatches, "open",
          _dp(lambda divisor, size: divisor / size, "token")),
-        ("the divisor counts one microbatch", "mbs1", train_step.GlobalBatches, "open",
+        ("the divisor counts one microbatch", "mbs1", global_batch.GlobalBatches, "open",
          before(lambda self, read, num, samples, length: (self, read, num, samples // num, length))),
-        ("the order loss is divided by the rank's samples", "dp2", train_step.GlobalBatches, "open",
+        ("the order loss is divided by the rank's samples", "dp2", global_batch.GlobalBatches, "open",
          _dp(lambda divisor, size: divisor / size, "sample"), "bert"),
-        ("masked tokens are counted on the rank", "dp2", train_step, "all_reduce",
+        ("masked tokens are counted on the rank", "dp2", global_batch, "all_reduce",
          unless(_sums("the number of tokens"), _first), "bert"),
-        ("tokens with a loss are counted on the rank", "dp2", train_step, "all_reduce",
+        ("tokens with a loss are counted on the rank", "dp2", global_batch, "all_reduce",
          unless(_sums("the number of tokens"), _first), "packed"),
         ("a loss is a mean over the microbatch's tokens", "mbs1", stage.Stage, "masked_sum",
          after(lambda total, _, losses, microbatch: total * losses.numel() / microbatch.loss_mask.sum()),
@@ -964,7 +965,7 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
          lambda original, topology: lambda self, name, per: (
              original(self, name, per) if per != "sample" else next(
                  len(each.tokens) for each in [self._load(0)])), "bert"),
-        ("the validation loss is a mean over ranks", "dp2", evaluator, "global_losses", instead(_first),
+        ("the validation loss is a mean over ranks", "dp2", global_batch, "global_losses", instead(_first),
          "gpt", "The verification does not evaluate."),
     ],
     "microbatches": [
@@ -1128,7 +1129,7 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
     "multi-token prediction": [
         ("the last stage's gradient of the word embedding is dropped", "pp2", optimizer,
          "sum_tied_embedding_grads", _dropped_on_last, "later"),
-        ("later tokens are counted on the rank", "dp2", train_step, "all_reduce",
+        ("later tokens are counted on the rank", "dp2", global_batch, "all_reduce",
          unless(_sums("the number of later-1 tokens", "the number of later-2 tokens"), _first), "later"),
         ("the loss of a later token is a mean over the microbatch's samples", "mbs1",
          multi_token_prediction.MultiTokenPrediction, "terms", after(_mean_over_samples), "later"),
@@ -1234,9 +1235,9 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
 
 OF_SAVES: dict[str, list[tuple[Any, ...]]] = {
     "evaluation": [
-        ("tokens of an evaluation are counted on the rank", "dp2", evaluator, "LossMasks",
+        ("tokens of an evaluation are counted on the rank", "dp2", global_batch, "LossMasks",
          instead(_OwnCounts)),
-        ("an evaluation counts the tokens with a loss of one microbatch", "mbs1", evaluator, "LossMasks",
+        ("an evaluation counts the tokens with a loss of one microbatch", "mbs1", global_batch, "LossMasks",
          instead(_FirstCounts)),
     ],
     "checkpoints": [

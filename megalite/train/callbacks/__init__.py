@@ -7,14 +7,13 @@ from megalite.train.callbacks.audit import Audit
 from megalite.train.callbacks.metrics_logging import ExpertLogging, LayerNorms, MetricsLogging, OptimizerNorms
 from megalite.train.callbacks.module_profile import ModuleProfile
 from megalite.train.callbacks.nan_locator import NanLocation
-from megalite.train.callbacks.periodic import Checkpointing, Evaluation, GarbageCollection
-from megalite.train.callbacks.pipeline_trace import PipelineTracing
 from megalite.train.callbacks.profiler import Profiler
 from megalite.train.callbacks.recorded_routing import RoutingRecording, RoutingReplay
-from megalite.train.health.straggler import Stragglers
-from megalite.train.health.watchdog import HangWatchdog
-from megalite.train.loop import Callback
+from megalite.train.callbacks.straggler import Stragglers
+from megalite.train.callbacks.watchdog import HangWatchdog
+from megalite.train.loop import Callback, Checkpointing, Evaluation, GarbageCollection
 from megalite.train.telemetry.writers import Writers
+from megalite.train.tracing import PipelineTracing
 
 
 def default_callbacks(writers: Writers, config: Config) -> list[Callback]:
@@ -22,21 +21,24 @@ def default_callbacks(writers: Writers, config: Config) -> list[Callback]:
 
     Callbacks that measure an iteration come first. Checkpointing is last: it must know whether the run stops.
     """
+    logging, training = config.logging, config.training
+    logs_norms = logging.log_optimizer_states_to_tensorboard and logging.has_dashboards
+    profiles = logging.profile or logging.profile_execution or logging.record_memory_history
     return [
         HangWatchdog(),
-        *([RoutingReplay()] if config.training.replay_routing_from else []),  # before what runs a microbatch
-        ModuleProfile(),  # runs microbatches, before the iteration's own are observed
-        *([RoutingRecording()] if config.logging.record_routing else []),
-        *([Audit()] if config.training.audit_interval else []),  # it has a state
-        Profiler(),
-        PipelineTracing(),
-        Stragglers(),
-        ExpertLogging(writers),
+        *([RoutingReplay()] if training.replay_routing_from else []),  # before what runs a microbatch
+        *([ModuleProfile()] if logging.profile_modules else []),  # before the iteration's own are observed
+        *([RoutingRecording()] if logging.record_routing else []),
+        *([Audit()] if training.audit_interval else []),
+        *([Profiler()] if profiles else []),
+        *([PipelineTracing()] if logging.traced_iterations else []),
+        *([Stragglers()] if logging.log_straggler_interval else []),
+        *([ExpertLogging(writers)] if config.model.has_experts else []),
         NanLocation(),
         MetricsLogging(writers),
-        LayerNorms(writers),
-        OptimizerNorms(writers),
-        GarbageCollection(),
+        *([LayerNorms(writers)] if logging.log_layer_grad_norms_interval else []),
+        *([OptimizerNorms(writers)] if logs_norms else []),
+        *([GarbageCollection()] if training.manual_gc else []),
         Evaluation(),
         Checkpointing(),
     ]

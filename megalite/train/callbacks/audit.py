@@ -13,7 +13,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from megalite.batch.loss_terms import WithTerms
@@ -22,9 +21,8 @@ from megalite.model.stage import Stage
 from megalite.observe.recorder import Reader, watch_modules
 from megalite.optim.flat_buffers import BucketEntry
 from megalite.optim.gradient_buckets import GradientBuffer
-from megalite.train.iteration_plan import IterationPlan
 from megalite.train.loop import Callback, TrainingLoop, is_due
-from megalite.train.model_chunks import unchanged_buffers
+from megalite.train.model_chunks import layer_depth, unchanged_buffers
 from megalite.train.replicas import (
     AuditFailed,
     Finding,
@@ -33,7 +31,7 @@ from megalite.train.replicas import (
     checksum_of,
     gather_rows,
 )
-from megalite.train.train_step import StepResult
+from megalite.train.train_step import IterationPlan, StepResult
 from megalite.train.trainer import Trainer
 from megalite.utils.errors import UserError
 from megalite.utils.log import log
@@ -224,7 +222,8 @@ class MicrobatchComparison:
             unchanged_buffers(trainer.chunks),
             _recorded(trainer) as results,
         ):
-            trainer.train_step.run_first_microbatch(plan, replica)
+            divisors = trainer.train_step.divisors(plan)
+            trainer.train_step.run_microbatch(plan, 0, replica, divisors)
         return results
 
     def _locate(self, plan: IterationPlan, owner: int) -> Finding:
@@ -236,14 +235,10 @@ class MicrobatchComparison:
         )
         first = ([self._own_results] if is_owner else []) + ([self._next_results] if is_runner else [])
         mine = [{name: int(each.checksum.item()) for name, each in run.items()} for run in (*runs, *first)]
-        gathered = [mine] * self._replicas.size
-        with self._replicas.wait("all-gather", "audit"):
-            dist.all_gather_object(gathered, mine, group=self._replicas.group)
+        gathered = self._replicas.gather_objects(mine, "audit")
         order = {name: each.order for name, each in runs[0].items()}
         here = _first_difference(gathered, self._replicas.ranks, order)
-        everywhere = [here] * self._trainer.topology.world_size
-        with self._trainer.topology.world.wait("all-gather", "audit"):
-            dist.all_gather_object(everywhere, here)
+        everywhere = self._trainer.topology.world.gather_objects(here, "audit")
         return _finding([each for each in everywhere if each is not None], owner)
 
 
@@ -339,7 +334,7 @@ class _FirstResults(Reader):
         self._device = device
 
     def leaves(self, name: str, module: nn.Module | None, args: tuple[Any, ...], output: Any) -> None:
-        text, depth = f"the output of {name}", _depth(name)
+        text, depth = f"the output of {name}", layer_depth(name)
         if isinstance(module, Stage):
             text = "the loss" if module.is_last else f"the output of the stage with {_layers(module)}"
             depth = math.inf if module.is_last else max(map(int, module.layers), default=-1) + 0.5
@@ -352,7 +347,7 @@ class _FirstResults(Reader):
             # Small gradients of 16 bits are held, and a bucket's last one is in its buffer, in fp32, already.
             # Which one is last depends on the other microbatches in flight.
             gradient = checksum(buffer.accumulated(entry).to(buffer.dtype))
-            self.results[name] = _Result(True, -_depth(entry.name), len(self.results), gradient)
+            self.results[name] = _Result(True, -layer_depth(entry.name), len(self.results), gradient)
 
 
 def _layers(chunk: Stage) -> str:
@@ -369,11 +364,3 @@ def _tensors(output: Any) -> Iterator[Tensor]:
     elif isinstance(output, tuple | list):
         for each in output:
             yield from _tensors(each)
-
-
-def _depth(name: str) -> float:
-    """Return the number of the layer of a module or parameter; -1 in the embedding, infinity in the head."""
-    parts = name.split(".")
-    if parts[0] == "layers" and len(parts) > 1:
-        return int(parts[1])
-    return -1 if parts[0] == "embedding" else math.inf

@@ -22,6 +22,7 @@ from megalite.optim.adamw import MOMENTUM
 from megalite.optim.global_norm import sum_of_squares
 from megalite.optim.optimizer import Optimizer
 from megalite.optim.post_step_hooks import sum_over_tokens
+from megalite.train.callbacks.recorded_routing import routers_of
 from megalite.train.loop import Callback, TrainingLoop, is_due
 from megalite.train.telemetry.metrics import (
     CompileTime,
@@ -171,7 +172,7 @@ def _layer_of(name: str) -> str:
 
 
 _KINDS = {"weight": ("main",), "momentum": ("exp_avg", MOMENTUM), "variance": ("exp_avg_sq",)}
-"""Megatron-DeepSpeed's names of the measured tensors, and torch's names. Muon has no variance."""
+"""Megatron-DeepSpeed's names of the measured tensors, and torch's. Some optimizers have no variance."""
 
 
 class OptimizerNorms(Callback):
@@ -181,10 +182,7 @@ class OptimizerNorms(Callback):
         self.writers = writers
 
     def after_iteration(self, loop: TrainingLoop, result: StepResult) -> None:
-        logging = loop.trainer.config.logging
-        if not (logging.log_optimizer_states_to_tensorboard and logging.has_dashboards):
-            return
-        if is_due(loop.iteration, logging.dashboard_interval):
+        if is_due(loop.iteration, loop.trainer.config.logging.dashboard_interval):
             norms = optimizer_norms(loop.trainer.optimizer)
             self.writers.scalars(loop.iteration, {f"optimizer/{tag}": norm for tag, norm in norms.items()})
 
@@ -298,14 +296,9 @@ def loads_of_layers(counted: Mapping[int, RoutingStatistics], trainer: Trainer) 
 
 def _routers(trainer: Trainer) -> dict[int, Router]:
     """Return the routers of this rank by their rows: the layers, then those of multi-token prediction."""
-    found = {}
-    for chunk in trainer.chunks:
-        for name, module in chunk.named_modules():
-            path = name.split(".")
-            if isinstance(module, Router) and path[0] in (_LAYERS, _MTP):
-                first_row = trainer.config.model.num_layers if path[0] == _MTP else 0
-                found[first_row + int(path[1])] = module
-    return found
+    first_rows = {_LAYERS: 0, _MTP: trainer.config.model.num_layers}
+    found = ((name.split("."), router) for name, router in routers_of(trainer).items())
+    return {first_rows[path[0]] + int(path[1]): router for path, router in found if path[0] in first_rows}
 
 
 def _name(row: int, model: ModelConfig) -> str:

@@ -26,7 +26,7 @@ class ModuleProfile(Callback):
 
     def on_start(self, loop: TrainingLoop) -> None:
         config, topology = loop.trainer.config.logging, loop.trainer.topology
-        if config.profile_modules is not None and config.profile_modules_file is not None:
+        if config.profile_modules_file is not None:
             with topology.agreed():
                 check_file(file_of_rank(config.profile_modules_file, topology))
 

@@ -8,10 +8,9 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from megalite.batch.loss_terms import REAL_TOKEN, WithTerms, largest_total, later_real_token, later_token
+from megalite.batch.loss_terms import WithTerms, largest_total
 from megalite.batch.microbatch import Microbatch
 from megalite.config import ModelConfig
 from megalite.data.batch_loader import microbatch_samples
@@ -19,11 +18,10 @@ from megalite.distributed.collectives import largest_of_all
 from megalite.model.compiled import run_as_written
 from megalite.model.stage import Stage
 from megalite.observe.recorder import Reader, watch_modules
-from megalite.train.anomaly_check import Anomaly
-from megalite.train.iteration_plan import IterationPlan
+from megalite.train.global_batch import hidden_shape
 from megalite.train.loop import Callback, TrainingLoop
-from megalite.train.model_chunks import hidden_shape, unchanged_buffers
-from megalite.train.train_step import StepResult
+from megalite.train.model_chunks import layer_depth, unchanged_buffers
+from megalite.train.train_step import Anomaly, IterationPlan, StepResult
 from megalite.train.trainer import Trainer
 from megalite.utils.log import THIS_RANK, log
 
@@ -59,12 +57,11 @@ class NanLocator:
     def __init__(self, trainer: Trainer) -> None:
         self._stages = trainer.chunks
         self._pipeline = trainer.pipeline
-        self._optimizer = trainer.optimizer
+        self._train_step = trainer.train_step
         self._load = trainer.load_batch
         self._topology = trainer.topology
         self._config = trainer.config
         self._micro_batch_size = trainer.config.training.micro_batch_size
-        self._num_later = trainer.config.model.mtp_num_layers
         self._is_compiled = trainer.config.training.compile  # layers run uncompiled while they have hooks
         self._rows = {name: row for row, name in enumerate(_parts(trainer.config.model))}
 
@@ -123,45 +120,26 @@ class NanLocator:
 
         This overwrites the gradients: the update is skipped anyway.
         """
+        step, ranks = self._train_step, self._topology.sample_ranks
+        divisors = step.divisors(plan)
         for index in range(plan.num_microbatches):
-            if not math.isfinite(self._grad_norm(plan, index)):
-                samples = self._samples(plan.first_sample, index, range(self._topology.sample_ranks.size))
+            norm = self._topology.to_host(step.run_microbatch(plan, index, ranks.rank, divisors))
+            if not norm.isfinite():
+                samples = self._samples(plan.first_sample, index, range(ranks.size))
                 name = self._first_bad_parameter()
                 return f"first in the gradient of {name} in microbatch {index} {samples}"
         return "but in no microbatch alone: only in their sum, or not when it was computed again"
 
-    def _grad_norm(self, plan: IterationPlan, index: int) -> float:
-        """Return the gradient norm of microbatch `index` alone, on all replicas."""
-
-        def load(_: int) -> Microbatch:
-            return self._load(plan.first_sample, index)
-
-        self._optimizer.begin(1)
-        num_tokens = float(plan.num_sequences * plan.seq_length)  # of later tokens, about as many have a loss
-        divisors = {"token": num_tokens, REAL_TOKEN: num_tokens, "sample": float(plan.num_sequences)}
-        for ahead in range(1, self._num_later + 1):
-            divisors |= dict.fromkeys((later_token(ahead), later_real_token(ahead)), num_tokens)
-        self._pipeline.train_step(
-            1,
-            load,
-            hidden_shape(self._config, plan.seq_length),
-            divisors=divisors,
-            loss_scale=self._optimizer.scaler.scale,
-        )
-        return self._topology.to_host(self._optimizer.finish_gradients()).item()
-
     def _first_bad_parameter(self) -> str:
         """Return the name of the bad parameter nearest to the loss, over all ranks."""
-        bad = set(self._optimizer.bad_gradients())
+        bad = set(self._train_step.optimizer.bad_gradients())
         mine = [
-            (_depth(name), position, name)
+            (layer_depth(name), position, name)
             for stage in self._stages
             for position, (name, _) in enumerate(stage.named_parameters())
             if name in bad
         ]
-        found: list[tuple[tuple[int, int], int, str] | None] = [None] * self._topology.world_size
-        with self._topology.world.wait("all-gather", "bad parameters"):
-            dist.all_gather_object(found, max(mine, default=None))
+        found = self._topology.world.gather_objects(max(mine, default=None), "bad parameters")
         deepest = max((each for each in found if each is not None), default=None)
         return "all parameters together" if deepest is None else deepest[-1]
 
@@ -220,11 +198,3 @@ def _parts(model: ModelConfig) -> list[str]:
         blocks = (*mixer, "mlp_norm", "mlp", "experts", "mlp_output_norm")
         layers += [f"layers.{number}.{block}" for block in blocks]
     return ["embedding", *layers, "final_norm", "loss"]
-
-
-def _depth(name: str) -> tuple[int, int]:
-    """Return a parameter's distance from the input: backward reaches the deepest first."""
-    parts = name.split(".")
-    if parts[0] == "layers":
-        return 1, int(parts[1])
-    return (0, 0) if parts[0] == "embedding" else (2, 0)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch.profiler
 from torch.profiler import ProfilerActivity
 
 from megalite.config import LoggingConfig
-from megalite.distributed.axis import PROFILER, EventStack
 from megalite.distributed.topology import Topology
 from megalite.train.loop import Callback, TrainingLoop
+from megalite.train.telemetry.timers import PostedProfile
 from megalite.train.train_step import StepResult
 from megalite.utils.errors import UserError
 from megalite.utils.files import make_writable
@@ -29,13 +29,8 @@ _SKIPPED, _TRACED = 2, 3
 """Number of iterations that --profile-execution skips (allocations, warm-up), and that it traces."""
 
 _DEFAULT_NAME = "profile"
-
-
-class Profile(Protocol):
-    """Profile in progress."""
-
-    def step(self) -> None:
-        """Mark the end of an iteration."""
+Step = Callable[[], None]
+"""Marks the end of an iteration."""
 
 
 class Profiler(Callback):
@@ -45,16 +40,15 @@ class Profiler(Callback):
     def running(self, loop: TrainingLoop) -> Iterator[None]:
         logging, topology = loop.trainer.config.logging, loop.trainer.topology
         profile = profiler(logging, topology, range(loop.next_iteration, loop.num_iterations + 1))
-        with memory_history(logging, topology), profile as self._profile:
+        with memory_history(logging, topology), profile as self._step:
             yield
 
     def after_step(self, loop: TrainingLoop, result: StepResult) -> None:
-        self._profile.step()
+        self._step()
 
 
-class _NoProfile:
-    def step(self) -> None:
-        pass
+def _no_step() -> None:
+    """Profile nothing."""
 
 
 class _Window(NamedTuple):
@@ -89,7 +83,7 @@ class _Window(NamedTuple):
         return self._replace(first=first, last=last, repeat=self.repeat - num_over)
 
 
-def profiler(config: LoggingConfig, topology: Topology, iterations: range) -> AbstractContextManager[Profile]:
+def profiler(config: LoggingConfig, topology: Topology, iterations: range) -> AbstractContextManager[Step]:
     """Profile some iterations of the block: the range of --profile, or the third to fifth; a collective.
 
     --profile-repeat profiles further iterations, after as many skipped ones.
@@ -115,7 +109,7 @@ def profiler(config: LoggingConfig, topology: Topology, iterations: range) -> Ab
         window = window.from_iteration(iterations.start)
         ranks = config.profile_ranks
     else:
-        return _nothing()
+        return nullcontext(_no_step)
     uses_pytorch = config.profile_execution or config.use_pytorch_profiler
     if not uses_pytorch and topology.device.type != "cuda":
         raise UserError(
@@ -126,7 +120,7 @@ def profiler(config: LoggingConfig, topology: Topology, iterations: range) -> Ab
         trained = f"{iterations[0]} to {iterations[-1]}" if iterations else "none"
         text = "%s: no trace, as its first iteration is %d, and the iterations of this run are %s"
         log.warning(text, window.flag, window.first, trained)
-        return _nothing()
+        return nullcontext(_no_step)
     num_before = window.first - iterations.start
     if uses_pytorch:
         return _pytorch(window, config, topology, num_before, ranks)
@@ -134,14 +128,9 @@ def profiler(config: LoggingConfig, topology: Topology, iterations: range) -> Ab
 
 
 @contextmanager
-def _nothing() -> Iterator[Profile]:
-    yield _NoProfile()
-
-
-@contextmanager
 def _pytorch(
     window: _Window, config: LoggingConfig, topology: Topology, num_before: int, ranks: Collection[int]
-) -> Iterator[Profile]:
+) -> Iterator[Step]:
     assert config.tensorboard_dir is not None  # a rule of the config
     folder = Path(config.tensorboard_dir) / (config.profile_name or _DEFAULT_NAME)
     is_on = topology.rank in ranks
@@ -149,7 +138,7 @@ def _pytorch(
         if is_on:
             make_writable(folder, "--tensorboard-dir")
     if not is_on:
-        yield _NoProfile()
+        yield _no_step
         return
     write = torch.profiler.tensorboard_trace_handler(str(folder), worker_name=f"rank{topology.rank}")
     was_active = False
@@ -164,9 +153,10 @@ def _pytorch(
             log.info("profiler: the trace is in %s", folder, extra=THIS_RANK)
 
     num_warmup = min(1, num_before, window.num_skipped)
-    with _PostedProfile(
+    on_cuda = [ProfilerActivity.CUDA] if topology.device.type == "cuda" else []
+    with PostedProfile(
         topology.events,
-        activities=_activities(topology),
+        activities=[ProfilerActivity.CPU, *on_cuda],
         schedule=torch.profiler.schedule(
             skip_first=num_before - num_warmup,
             skip_first_wait=1,
@@ -182,24 +172,8 @@ def _pytorch(
         # Verbose adds each operator's call stack, which TensorBoard's plugin shows, to the Python functions.
         experimental_config=profiler_options(verbose=config.pytorch_profiler_collect_callstack),
     ) as profile:
-        yield profile
+        yield profile.step
     _warn_if_missed(window, topology, ranks, is_missed=not was_active)
-
-
-class _PostedProfile(torch.profiler.profile):
-    """PyTorch's profiler, which posts an event while it collects or writes a trace."""
-
-    def __init__(self, events: EventStack, **options: Any) -> None:
-        super().__init__(**options)
-        self._events = events
-
-    def step(self) -> None:
-        with self._events.during(PROFILER):
-            super().step()
-
-    def stop(self) -> None:
-        with self._events.during(PROFILER):
-            super().stop()
 
 
 def _why_not_written(write: Callable[[], object], folder: Path, rank: int) -> str | None:
@@ -247,14 +221,14 @@ class _NsysProfile:
 
 
 @contextmanager
-def _nsys(window: _Window, topology: Topology, num_before: int, ranks: Collection[int]) -> Iterator[Profile]:
+def _nsys(window: _Window, topology: Topology, num_before: int, ranks: Collection[int]) -> Iterator[Step]:
     if topology.rank not in ranks:
-        yield _NoProfile()
+        yield _no_step
         return
     runtime = torch.cuda.cudart()
     profile = _NsysProfile(window, num_before, runtime.cudaProfilerStart, runtime.cudaProfilerStop)
     with torch.autograd.profiler.emit_nvtx():
-        yield profile
+        yield profile.step
     _warn_if_missed(window, topology, ranks, is_missed=not profile.is_recorded)
 
 
@@ -303,8 +277,3 @@ def _warn_if_missed(window: _Window, topology: Topology, ranks: Collection[int],
     if is_missed and topology.rank == min(ranks):
         text = "%s: no trace, as the run ended before iteration %d"
         log.warning(text, window.flag, window.first, extra=THIS_RANK)
-
-
-def _activities(topology: Topology) -> list[ProfilerActivity]:
-    on_cuda = [ProfilerActivity.CUDA] if topology.device.type == "cuda" else []
-    return [ProfilerActivity.CPU, *on_cuda]

@@ -33,9 +33,8 @@ from megalite.distributed.collectives import all_reduce
 from megalite.model.experts import Router
 from megalite.model.routing_record import ChoiceObserver, ChoiceRecorder, ChoiceReplayer
 from megalite.optim.post_step_hooks import sum_over_tokens
-from megalite.train.iteration_plan import IterationPlan
 from megalite.train.loop import Callback, TrainingLoop, is_due
-from megalite.train.train_step import StepResult
+from megalite.train.train_step import IterationPlan, StepResult
 from megalite.train.trainer import Trainer
 from megalite.utils.errors import UserError
 from megalite.utils.files import make_writable

@@ -6,16 +6,23 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import yaml
 
 from megalite.config import LoggingConfig
-from megalite.train.telemetry.metrics import ExpertUse, IterationMetrics, ValidationMetrics
-from megalite.train.telemetry.output_file import OutputFile
+from megalite.train.telemetry.metrics import (
+    ExpertUse,
+    IterationMetrics,
+    MetricsWriter,
+    TaskScores,
+    ValidationMetrics,
+)
+from megalite.train.telemetry.metrics_file import OutputFile
 from megalite.train.telemetry.timers import TimesByRank
 from megalite.utils.errors import UserError
 from megalite.utils.files import make_writable
@@ -24,7 +31,10 @@ from megalite.utils.log import THIS_RANK, log
 if TYPE_CHECKING:
     from tensorboard.summary.writer.record_writer import RecordWriter
 
-_SPLIT_TAGS = {"valid": "lm loss validation", "test": "lm loss test"}
+Edges = npt.NDArray[np.float64]
+SPLIT_TAGS = {"valid": "lm loss validation", "test": "lm loss test"}
+NAMED_EVALUATION = "lm-loss-validation/"
+"""Beginning of the tag of a named dataset's loss, as in BLOOM's dashboards."""
 GRAD_NORMS = "grad-norm by layer"
 _BIN_EDGES = np.concatenate(([0.0], 1e-12 * 1.1 ** np.arange(774)))  # of norms in histograms, up to 1e20
 _LOADS = "tokens of experts by layer"
@@ -35,48 +45,69 @@ _FLUSH_SECONDS = 120.0
 """Seconds that events are held at most, while metrics keep coming."""
 
 
+class Tag(NamedTuple):
+    """Metric that has a tag in dashboards.
+
+    Attributes:
+        metric: its name in `IterationMetrics`; None there is not written.
+        factor: factor from the value under the tag to the metric.
+        flag: field of `LoggingConfig` that requests it; empty if it is always written.
+    """
+
+    metric: str
+    factor: float = 1.0
+    flag: str = ""
+
+
+MAIN_TAGS = {
+    "lm loss": Tag("lm_loss"),
+    "learning-rate": Tag("learning_rate"),
+    "decoupled-learning-rate": Tag("decoupled_learning_rate"),
+    "grad-norm": Tag("grad_norm"),
+    "loss-scale": Tag("loss_scale"),
+    "batch-size": Tag("global_batch_size", flag="log_batch_size_to_tensorboard"),
+    "params-norm": Tag("params_norm"),
+    "num-zeros": Tag("num_zeros"),
+}
+"""Metrics that are also written by consumed samples, by tag."""
+SPEED_TAGS = {
+    "iteration-time": Tag("iteration_time_ms", 1e3),
+    "throughput": Tag("tflops_per_gpu", flag="log_throughput"),
+    "tokens-per-second": Tag("tokens_per_second", flag="log_throughput"),
+    "mfu": Tag("mfu", flag="log_throughput"),
+    "mem-allocated-bytes": Tag("memory_allocated_mb", 2.0**-20, "log_memory_to_tensorboard"),
+    "mem-reserved-bytes": Tag("memory_reserved_mb", 2.0**-20, "log_memory_to_tensorboard"),
+}
+"""Metrics of time, throughput and memory, by tag."""
+
+
+def _tagged(tags: Mapping[str, Tag], config: LoggingConfig, metrics: IterationMetrics) -> dict[str, float]:
+    """Return the requested metrics by tag."""
+    wanted = {tag: each for tag, each in tags.items() if not each.flag or getattr(config, each.flag)}
+    values = {tag: getattr(metrics, each.metric) for tag, each in wanted.items()}
+    return {tag: value / tags[tag].factor for tag, value in values.items() if value is not None}
+
+
 def main_scalars(config: LoggingConfig, metrics: IterationMetrics) -> dict[str, float]:
     """Return the scalars that are also written by consumed samples."""
-    scalars: dict[str, float] = {
-        "lm loss": metrics.lm_loss,
-        "learning-rate": metrics.learning_rate,
-        "grad-norm": metrics.grad_norm,
-        "loss-scale": metrics.loss_scale,
-    }
-    if config.log_batch_size_to_tensorboard:
-        scalars["batch-size"] = metrics.global_batch_size
-    if metrics.decoupled_learning_rate is not None:
-        scalars["decoupled-learning-rate"] = metrics.decoupled_learning_rate
-    scalars |= {name.replace("_", " "): loss for name, loss in metrics.other_losses.items()}
-    if metrics.params_norm is not None:
-        scalars["params-norm"] = metrics.params_norm
-    if metrics.num_zeros is not None:
-        scalars["num-zeros"] = metrics.num_zeros
-    return scalars
+    terms = {name.replace("_", " "): loss for name, loss in metrics.other_losses.items()}
+    return _tagged(MAIN_TAGS, config, metrics) | terms
 
 
 def run_scalars(
     config: LoggingConfig, world_size: int, metrics: IterationMetrics, times: TimesByRank
 ) -> dict[str, float]:
     """Return the scalars of speed: time, throughput, memory, and the slowest rank's time of each timer."""
-    scalars = {"iteration-time": metrics.iteration_time_ms / 1e3, "world-size": float(world_size)}
-    if config.log_throughput:
-        scalars["throughput"] = metrics.tflops_per_gpu
-        scalars["tokens-per-second"] = metrics.tokens_per_second
-        if metrics.mfu is not None:
-            scalars["mfu"] = metrics.mfu
-    if config.log_memory_to_tensorboard:
-        scalars["mem-allocated-bytes"] = metrics.memory_allocated_mb * 2**20
-        scalars["mem-reserved-bytes"] = metrics.memory_reserved_mb * 2**20
+    scalars = _tagged(SPEED_TAGS, config, metrics) | {"world-size": float(world_size)}
     if config.log_timers_to_tensorboard:
         scalars |= {f"{name}-time": max(by_rank.values()) / 1e3 for name, by_rank in times.items()}
     return scalars
 
 
 def validation_scalars(config: LoggingConfig, metrics: ValidationMetrics) -> dict[str, float]:
-    """Return the scalars of an evaluation; a named dataset has the tag of BLOOM's dashboards."""
-    folder = f"lm-loss-validation/{metrics.name}/" if metrics.name else ""
-    tag = f"{folder}{_SPLIT_TAGS[metrics.split]}{' ema' if metrics.is_of_average else ''}"
+    """Return the scalars of an evaluation."""
+    folder = f"{NAMED_EVALUATION}{metrics.name}/" if metrics.name else ""
+    tag = f"{folder}{SPLIT_TAGS[metrics.split]}{' ema' if metrics.is_of_average else ''}"
     scalars = {tag: metrics.lm_loss}
     if config.log_validation_ppl_to_tensorboard:
         scalars[f"{tag} ppl"] = metrics.ppl
@@ -94,7 +125,50 @@ def expert_scalars(loads: ExpertUse) -> dict[str, float]:
     }
 
 
-class TensorBoardWriter:
+class ScalarWriter(MetricsWriter):
+    """Base class of writers to an output that plots scalars by iteration, with the samples beside them."""
+
+    def __init__(self, config: LoggingConfig, world_size: int) -> None:
+        self.config = config
+        self.world_size = world_size
+
+    def histograms(self, iteration: int, values: Mapping[str, Sequence[float]], edges: Edges) -> None:
+        """Write the distributions of values by their tags, if the output shows any.
+
+        Args:
+            edges: bounds of the bins, for an output that counts no values itself.
+        """
+
+    def iteration(self, metrics: IterationMetrics, times: TimesByRank) -> None:
+        scalars = {
+            **main_scalars(self.config, metrics),
+            **run_scalars(self.config, self.world_size, metrics, times),
+            "samples": metrics.consumed_samples,
+        }
+        self.scalars(metrics.iteration, scalars)
+
+    def layer_norms(self, iteration: int, norms: Mapping[str, float]) -> None:
+        self.histograms(iteration, {GRAD_NORMS: tuple(norms.values())}, _BIN_EDGES)
+        self.scalars(iteration, {f"{GRAD_NORMS}/{layer}": norm for layer, norm in norms.items()})
+
+    def expert_use(self, loads: ExpertUse) -> None:
+        tokens = {f"{_LOADS}/{name}": layer.tokens for name, layer in loads.layers.items()}
+        self.histograms(loads.iteration, tokens, _LOAD_EDGES)
+        self.scalars(loads.iteration, expert_scalars(loads))
+
+    def validation(self, metrics: ValidationMetrics) -> None:
+        self.scalars(metrics.iteration, validation_scalars(self.config, metrics))
+
+    def task_scores(self, metrics: TaskScores) -> None:
+        self.scalars(metrics.iteration, {f"tasks/{name}": score for name, score in metrics.scores.items()})
+
+
+def _missing(output: str, package: str | None, install: str) -> UserError:
+    problem = f"{output} needs the package {package}, which is not installed"
+    return UserError(f"{problem}: pip install {install}, or omit the flag")
+
+
+class TensorBoardWriter(ScalarWriter):
     """Writer of scalars by iteration, and of the main ones also by consumed samples.
 
     The scalars by samples are a TensorBoard run of their own, in the subfolder `SAMPLES`: a restart drops the
@@ -113,19 +187,15 @@ class TensorBoardWriter:
     """
 
     def __init__(self, folder: Path, config: LoggingConfig, world_size: int, config_text: str) -> None:
+        super().__init__(config, world_size)
         try:
             # Imported here because it is an optional package that only one rank needs, and takes a second.
             from tensorboard.compat.proto.event_pb2 import Event, SessionLog
             from tensorboard.summary.writer.record_writer import RecordWriter
             from torch.utils.tensorboard import summary
         except ImportError:
-            raise UserError(
-                f"--tensorboard-dir {folder} needs the package tensorboard, which is not installed: "
-                "pip install tensorboard, or omit the flag"
-            ) from None
+            raise _missing(f"--tensorboard-dir {folder}", "tensorboard", "tensorboard") from None
         make_writable(folder, "--tensorboard-dir")
-        self._config = config
-        self._world_size = world_size
         self._config_text = config_text
         self._summary, self._event, self._restart = summary, Event, SessionLog(status=SessionLog.START)
         self._records, self._by_samples = (
@@ -148,24 +218,18 @@ class TensorBoardWriter:
         self._flush()
 
     def iteration(self, metrics: IterationMetrics, times: TimesByRank) -> None:
-        for tag, value in main_scalars(self._config, metrics).items():
+        for tag, value in main_scalars(self.config, metrics).items():
             self._add_scalar(tag, value, metrics.iteration)
             by_samples = self._summary.scalar(f"{tag} vs samples", value)
             self._add(self._by_samples, summary=by_samples, step=metrics.consumed_samples)
-        for tag, value in run_scalars(self._config, self._world_size, metrics, times).items():
+        for tag, value in run_scalars(self.config, self.world_size, metrics, times).items():
             self._add_scalar(tag, value, metrics.iteration)
         self._flush_if_due()
 
-    def layer_norms(self, iteration: int, norms: Mapping[str, float]) -> None:
-        histogram = self._summary.histogram(GRAD_NORMS, np.array(list(norms.values())), _BIN_EDGES)
-        self._add(self._records, summary=histogram, step=iteration)
-        self.scalars(iteration, {f"{GRAD_NORMS}/{layer}": norm for layer, norm in norms.items()})
-
-    def expert_use(self, loads: ExpertUse) -> None:
-        for name, layer in loads.layers.items():
-            histogram = self._summary.histogram(f"{_LOADS}/{name}", np.array(layer.tokens), _LOAD_EDGES)
-            self._add(self._records, summary=histogram, step=loads.iteration)
-        self.scalars(loads.iteration, expert_scalars(loads))
+    def histograms(self, iteration: int, values: Mapping[str, Sequence[float]], edges: Edges) -> None:
+        for tag, of_tag in values.items():
+            histogram = self._summary.histogram(tag, np.array(of_tag), edges)
+            self._add(self._records, summary=histogram, step=iteration)
 
     def scalars(self, iteration: int, scalars: Mapping[str, float]) -> None:
         for tag, value in scalars.items():
@@ -173,8 +237,7 @@ class TensorBoardWriter:
         self._flush_if_due()
 
     def validation(self, metrics: ValidationMetrics) -> None:
-        for tag, value in validation_scalars(self._config, metrics).items():
-            self._add_scalar(tag, value, metrics.iteration)
+        super().validation(metrics)
         self._flush()  # evaluations are rare: their results do not wait for the queue to fill
 
     def close(self, *, has_failed: bool = False) -> None:
@@ -190,7 +253,7 @@ class TensorBoardWriter:
 
     def _flush_if_due(self) -> None:
         is_old = time.monotonic() - self._flushed_at > _FLUSH_SECONDS
-        if is_old or self._num_held >= self._config.tensorboard_queue_size:
+        if is_old or self._num_held >= self.config.tensorboard_queue_size:
             self._flush()
 
     def _flush(self) -> None:
@@ -236,38 +299,6 @@ class GuardedCalls:
         self._is_failing = False
 
 
-class ScalarWriter:
-    """Base class of writers whose output takes scalars by iteration, with the samples beside them."""
-
-    def __init__(self, config: LoggingConfig, world_size: int) -> None:
-        self.config = config
-        self.world_size = world_size
-
-    def start(self, iteration: int, consumed_samples: int) -> None:
-        """Do nothing: each start is a run of its own, which has no later steps."""
-
-    def scalars(self, iteration: int, scalars: Mapping[str, float]) -> None:
-        """Write numbers by their tags."""
-        raise NotImplementedError
-
-    def iteration(self, metrics: IterationMetrics, times: TimesByRank) -> None:
-        scalars = {
-            **main_scalars(self.config, metrics),
-            **run_scalars(self.config, self.world_size, metrics, times),
-            "samples": metrics.consumed_samples,
-        }
-        self.scalars(metrics.iteration, scalars)
-
-    def layer_norms(self, iteration: int, norms: Mapping[str, float]) -> None:
-        self.scalars(iteration, {f"{GRAD_NORMS}/{layer}": norm for layer, norm in norms.items()})
-
-    def expert_use(self, loads: ExpertUse) -> None:
-        self.scalars(loads.iteration, expert_scalars(loads))
-
-    def validation(self, metrics: ValidationMetrics) -> None:
-        self.scalars(metrics.iteration, validation_scalars(self.config, metrics))
-
-
 class WandbWriter(ScalarWriter):
     """Writer to Weights & Biases, histograms too.
 
@@ -285,10 +316,7 @@ class WandbWriter(ScalarWriter):
         try:
             import wandb  # imported here because it is an optional package that only one rank needs
         except ImportError:
-            raise UserError(
-                f"{output} needs the package wandb, which is not installed: "
-                "pip install wandb, or omit the flag"
-            ) from None
+            raise _missing(output, "wandb", "wandb") from None
         if folder is not None:
             make_writable(folder, "--wandb-save-dir")
         self._wandb = wandb
@@ -300,17 +328,9 @@ class WandbWriter(ScalarWriter):
             config=yaml.safe_load(config_text),
         )
 
-    def layer_norms(self, iteration: int, norms: Mapping[str, float]) -> None:
-        histogram = self._wandb.Histogram(list(norms.values()))
-        scalars = {f"{GRAD_NORMS}/{layer}": norm for layer, norm in norms.items()}
-        self._send(lambda: self._run.log({GRAD_NORMS: histogram, **scalars}, step=iteration))
-
-    def expert_use(self, loads: ExpertUse) -> None:
-        histograms = {
-            f"{_LOADS}/{name}": self._wandb.Histogram(list(layer.tokens))
-            for name, layer in loads.layers.items()
-        }
-        self._send(lambda: self._run.log({**histograms, **expert_scalars(loads)}, step=loads.iteration))
+    def histograms(self, iteration: int, values: Mapping[str, Sequence[float]], edges: Edges) -> None:
+        histograms = {tag: self._wandb.Histogram(list(of_tag)) for tag, of_tag in values.items()}
+        self._send(lambda: self._run.log(histograms, step=iteration))  # added to the step's scalars
 
     def scalars(self, iteration: int, scalars: Mapping[str, float]) -> None:
         self._send(lambda: self._run.log(dict(scalars), step=iteration))
@@ -340,10 +360,7 @@ class MlflowWriter(ScalarWriter):
         try:
             import mlflow  # imported here because it is an optional package that only one rank needs
         except ImportError:
-            raise UserError(
-                f"{output} needs the package mlflow, which is not installed: "
-                "pip install mlflow-skinny, or omit the flag"
-            ) from None
+            raise _missing(output, "mlflow", "mlflow-skinny") from None
         self._mlflow: Any = mlflow
         self._send = GuardedCalls(output)
         try:
@@ -387,10 +404,7 @@ class OpenTelemetryWriter(ScalarWriter):
 
             reader, self._stop = _prometheus() if config.opentelemetry == "prometheus" else _otlp()
         except ImportError as error:
-            raise UserError(
-                f"{output} needs the package {error.name}, which is not installed: "
-                "pip install 'megalite[opentelemetry]', or omit the flag"
-            ) from None
+            raise _missing(output, error.name, "'megalite[opentelemetry]'") from None
         except OSError as error:
             raise UserError(
                 f"{output} cannot be served ({error.strerror}): "

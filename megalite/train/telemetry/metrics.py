@@ -19,8 +19,8 @@ from megalite.batch.loss_terms import LM_LOSS
 from megalite.config import ModelConfig, TrainingConfig
 from megalite.config.model_flops import flops_per_token
 from megalite.hardware.gpus import peak_tflops
-from megalite.train.iteration_plan import IterationPlan
 from megalite.train.telemetry.time_terms import TimeSample
+from megalite.train.telemetry.timers import TimesByRank
 from megalite.train.train_step import StepResult
 from megalite.utils.log import log
 from megalite.utils.torch_private import compilations_observed
@@ -243,9 +243,6 @@ class IntervalMeter:
         self._start = clock()
         self._paused_at: float | None = None
 
-    def _tflop_per_rank(self, plan: IterationPlan) -> float:
-        return plan.num_sequences * plan.seq_length * self._tflop_per_token_and_rank(plan.seq_length)
-
     def add(self, result: StepResult) -> None:
         """Add the result of one iteration."""
         self._results.append(result)
@@ -280,7 +277,11 @@ class IntervalMeter:
         names = trained[0].losses if trained else ()
         means = {name: sum(each.losses[name] for each in trained) / len(trained) for name in names}
         tokens_per_second = num_samples * self._seq_length / (now - start)
-        tflops = sum(map(self._tflop_per_rank, (each.plan for each in trained))) / (now - start)
+        tflop = sum(
+            plan.num_sequences * plan.seq_length * self._tflop_per_token_and_rank(plan.seq_length)
+            for plan in (each.plan for each in trained)
+        )
+        tflops = tflop / (now - start)
         memory = measure_memory(self._device)
         return IterationMetrics(
             iteration=last.iteration,
@@ -406,3 +407,31 @@ def _layer_in(record: Mapping[str, Any]) -> LayerLoads:
     if not isinstance(tokens, list) or not tokens or not all(type(count) is int for count in tokens):
         raise ValueError("tokens are a list of whole numbers")
     return LayerLoads(tuple(tokens), float(record["entropy"]), int(record.get("dropped", 0)))
+
+
+class MetricsWriter:
+    """Base class of writers of a run's metrics to one output. What a writer does not override, it skips."""
+
+    def start(self, iteration: int, consumed_samples: int) -> None:
+        """Begin after an iteration, 0 in a new run; what was written of later ones is no longer shown."""
+
+    def iteration(self, metrics: IterationMetrics, times: TimesByRank) -> None:
+        """Write the metrics of an interval, and its timers if they are enabled."""
+
+    def validation(self, metrics: ValidationMetrics) -> None:
+        """Write the result of an evaluation."""
+
+    def task_scores(self, metrics: TaskScores) -> None:
+        """Write the scores of benchmark tasks."""
+
+    def expert_use(self, loads: ExpertUse) -> None:
+        """Write how the tokens of an iteration were divided among experts."""
+
+    def layer_norms(self, iteration: int, norms: Mapping[str, float]) -> None:
+        """Write the gradient norm of each layer."""
+
+    def scalars(self, iteration: int, scalars: Mapping[str, float]) -> None:
+        """Write numbers by their tags."""
+
+    def close(self, *, has_failed: bool = False) -> None:
+        """Write pending metrics, and whether the run has failed."""

@@ -9,20 +9,18 @@ import gc
 import inspect
 import socket
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch.autograd import DeviceType  # type: ignore[attr-defined]
-from torch.profiler import ProfilerActivity
+from torch.profiler import DeviceType, ProfilerActivity
 
 from megalite.attention.blockwise import attend, attend_backward
 from megalite.config import Config
-from megalite.distributed.axis import DEVICE, PROFILER, EventStack, Observer, observing
+from megalite.distributed.axis import DEVICE, EventStack, Observer, observing
 from megalite.distributed.topology import Topology
 from megalite.observe.operator_log import kernel_kind, kind_by_name
 from megalite.observe.recorder import Reader
@@ -41,11 +39,10 @@ from megalite.train.telemetry.time_terms import (
     compute_terms,
     time_sample,
 )
-from megalite.train.telemetry.timers import Timed, WallClock, clock_for
+from megalite.train.telemetry.timers import PostedProfile, Timed, WallClock, clock_for
 from megalite.train.tracing import (
     ITERATION,
     Recorder,
-    TraceSpan,
     seconds_by_action,
     seconds_by_category,
 )
@@ -59,69 +56,7 @@ _TERM_OF_TIMER = {
 }
 
 
-class BetweenClock(Observer):
-    """Seconds that this process spends between iterations, by term."""
-
-    def __init__(self) -> None:
-        self._seconds: dict[str, float] = {}
-        self._began = 0.0
-
-    def begins(self, what: Timed) -> None:
-        if isinstance(what, str) and what in _TERM_OF_TIMER:
-            self._began = time.perf_counter()
-
-    def ends(self, what: Timed) -> None:
-        if isinstance(what, str) and what in _TERM_OF_TIMER:
-            self.add(_TERM_OF_TIMER[what], time.perf_counter() - self._began)
-
-    def add(self, term: str, seconds: float) -> None:
-        self._seconds[term] = self._seconds.get(term, 0.0) + seconds
-
-    def take(self, gap: float) -> dict[str, float]:
-        """Return the seconds since the last call, of which `gap` is the whole time between iterations."""
-        seconds, self._seconds = self._seconds, {}
-        known = sum(value for term, value in seconds.items() if term != LOGGING)
-        return seconds | {BETWEEN: max(0.0, gap - known)}
-
-
-class CollectionClock:
-    """Seconds of Python's garbage collections in this process."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self._began = 0.0
-
-    def __call__(self, phase: str, _: dict[str, int]) -> None:
-        """Measure a collection; Python calls it before and after each."""
-        if phase == "start":
-            self._began = time.perf_counter()
-        else:
-            self.seconds += time.perf_counter() - self._began
-
-
-class _RecordedIteration(NamedTuple):
-    """Record of an iteration on this rank.
-
-    Attributes:
-        collected: seconds of garbage collections.
-        kernels: seconds of kernels by kind, in this or an earlier iteration; None if they are not known.
-        overhead: seconds that measuring kernels took in this iteration.
-    """
-
-    spans: Sequence[TraceSpan]
-    collected: float
-    kernels: Mapping[KernelKind, float] | None
-    overhead: float
-
-    def seconds_by_term(self) -> dict[str, float]:
-        seconds = seconds_by_category(self.spans)
-        total = seconds.pop(ITERATION)
-        seconds[COLLECTION] = self.collected
-        computing = max(0.0, total - self.overhead - sum(seconds.values()))
-        return seconds | compute_terms(computing, self.kernels)
-
-
-class TimeRecorder:
+class TimeRecorder(Observer):
     """Recorder of the last iteration of each log interval, and of the time between iterations.
 
     Other iterations are not observed. Every rank makes the same calls. On a GPU, the times of an iteration
@@ -135,14 +70,15 @@ class TimeRecorder:
         self.samples: list[TimeSample] = []
         self._trainer = trainer
         self._topology: Topology = trainer.topology
-        self._between = BetweenClock()
-        self._collections = CollectionClock()
+        self._between = defaultdict[str, float](float)  # seconds between iterations by term
+        self._began = self._collection_began = 0.0
+        self._collected = 0.0  # seconds of Python's garbage collections in this process
         self._open = ExitStack()  # observers of the iteration
         self._measuring = ExitStack()  # the timer of its kernels
         self._recorder: Recorder | None = None
-        self._timer: KernelTimer | None = None  # of this iteration's kernels
+        self._timer: OperatorTimer | KernelProfile | None = None  # of this iteration's kernels
         self._kernels: Mapping[KernelKind, float] | None = None  # seconds in the last measured iteration
-        self._ended: _RecordedIteration | None = None
+        self._ended: RankTime | None = None
         self._collected_before = 0.0
         self._left: float | None = None  # when the last iteration ended
         self._gap = 0.0
@@ -151,17 +87,33 @@ class TimeRecorder:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Observe the run in the block, and log its slow terms in one line at its end."""
-        gc.callbacks.append(self._collections)
+        gc.callbacks.append(self._note_collection)
         try:
-            with observing(self._topology.observers, self._between):
+            with observing(self._topology.observers, self):
                 yield
         finally:
             self._open.close()
             self._measuring.close()
-            gc.callbacks.remove(self._collections)
+            gc.callbacks.remove(self._note_collection)
         steady = self.samples[1:] or self.samples  # the first iteration compiles and allocates
         if steady and (summary := compare(steady).summary()):
             log.info("time breakdown: %s", summary, extra=THIS_RANK)
+
+    def begins(self, what: Timed) -> None:
+        """Begin an evaluation or a save between iterations; other events do not count."""
+        if isinstance(what, str) and what in _TERM_OF_TIMER:
+            self._began = time.perf_counter()
+
+    def ends(self, what: Timed) -> None:
+        if isinstance(what, str) and what in _TERM_OF_TIMER:
+            self._between[_TERM_OF_TIMER[what]] += time.perf_counter() - self._began
+
+    def _note_collection(self, phase: str, _: dict[str, int]) -> None:
+        """Measure a garbage collection; Python calls it before and after each."""
+        if phase == "start":
+            self._collection_began = time.perf_counter()
+        else:
+            self._collected += time.perf_counter() - self._collection_began
 
     def begin(self, *, is_sampled: bool, measures_kernels: bool) -> None:
         """Begin an iteration, and record it if `is_sampled`.
@@ -172,7 +124,7 @@ class TimeRecorder:
         """
         if self._left is not None:
             self._gap += time.perf_counter() - self._left
-            self._between.add(COLLECTION, self._collections.seconds - self._collected_before)
+            self._between[COLLECTION] += self._collected - self._collected_before
         self._num_iterations += 1
         if measures_kernels:
             self._timer = kernel_timer(self._trainer.config, self._topology)
@@ -181,14 +133,14 @@ class TimeRecorder:
         if not is_sampled:
             return
         self._recorder = Recorder(clock_for(self._topology.device), WallClock())
-        self._collected_before = self._collections.seconds
+        self._collected_before = self._collected
         self._open.enter_context(observing(self._topology.observers, self._recorder))
         self._open.enter_context(self._recorder.iteration(self._trainer.progress.iteration + 1))
 
     def end_iteration(self) -> float:
         """End an iteration. Return the seconds that reading the record of its kernels took."""
         self._open.close()
-        collected = self._collections.seconds - self._collected_before
+        collected = self._collected - self._collected_before
         spans = None
         if self._recorder is not None:
             with self._topology.events.during(DEVICE):
@@ -199,7 +151,17 @@ class TimeRecorder:
             self._kernels, overhead, self._timer = self._timer.seconds(), self._timer.overhead, None
         seconds = time.perf_counter() - began
         if spans is not None:
-            self._ended = _RecordedIteration(spans, collected, self._kernels, overhead)
+            terms = seconds_by_category(spans)
+            total = terms.pop(ITERATION)
+            terms[COLLECTION] = collected
+            computing = max(0.0, total - overhead - sum(terms.values()))
+            self._ended = RankTime(
+                self._topology.rank,
+                socket.gethostname(),
+                self._topology.coordinates,
+                terms | compute_terms(computing, self._kernels),
+                seconds_by_action(spans),
+            )
         return seconds
 
     def sample(self, num_microbatches: int) -> TimeSample | None:
@@ -212,29 +174,23 @@ class TimeRecorder:
         """
         if self._ended is None:
             return None
-        ended, self._ended = self._ended, None
+        mine, self._ended = self._ended, None
         topology = self._topology
-        mine = RankTime(
-            topology.rank,
-            socket.gethostname(),
-            topology.coordinates,
-            ended.seconds_by_term(),
-            seconds_by_action(ended.spans),
-        )
         ranks: list[Any] | None = [None] * topology.world_size if topology.is_reporter else None
         with topology.world.wait("gather", "time terms"):
             dist.gather_object(mine, ranks, dst=topology.world_size - 1)
-        between = self._between.take(self._gap)
+        between, self._between = self._between, defaultdict(float)
+        known = sum(seconds for term, seconds in between.items() if term != LOGGING)
+        between[BETWEEN] = max(0.0, self._gap - known)
         count, self._gap, self._num_iterations = self._num_iterations, 0.0, 0
         if ranks is None:
             return None
-        layout = topology.sizes
         found = time_sample(
             self._trainer.progress.iteration,
             count,
             ranks,
-            layout,
-            between,
+            topology.sizes,
+            dict(between),
             partial(self._step_seconds, num_microbatches),
         )
         self.samples.append(found)
@@ -255,32 +211,18 @@ class TimeRecorder:
 
     def end(self, logging_seconds: float) -> None:
         """Begin the time between iterations, after `logging_seconds` of logging."""
-        self._between.add(LOGGING, logging_seconds)
-        self._collected_before = self._collections.seconds
+        self._between[LOGGING] += logging_seconds
+        self._collected_before = self._collected
         self._left = time.perf_counter()
 
 
-class KernelTimer(Protocol):
-    """Timer of the kernels that this rank launches in a block."""
-
-    def __enter__(self) -> object: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-    def seconds(self) -> Mapping[KernelKind, float]:
-        """Return the seconds of the block's kernels by kind."""
-
-    @property
-    def overhead(self) -> float:
-        """Return the seconds inside the block that the measurement itself took."""
-
-
 class OperatorTimer(Reader):
-    """Seconds of the operators of a CPU, whose result exists when an operator returns.
+    """Timer of the operators of a CPU, whose result exists when an operator returns.
 
     Unfused attention is several operators.
+
+    Attributes:
+        overhead: seconds inside the block that the measurement itself took.
     """
 
     def __init__(self) -> None:
@@ -308,6 +250,7 @@ class OperatorTimer(Reader):
         self.overhead += time.perf_counter() - ended
 
     def seconds(self) -> Mapping[KernelKind, float]:
+        """Return the seconds of the block's operators by kind."""
         return self._seconds
 
 
@@ -321,32 +264,17 @@ def _is_in_unfused_attention() -> bool:
     return frame is not None
 
 
-class KernelProfile:
-    """Timer of a GPU's kernels with PyTorch's profiler, which knows the operator that launched each.
-
-    Args:
-        events: is notified while the profiler starts and stops.
-    """
+class KernelProfile(PostedProfile):
+    """Timer of a GPU's kernels with PyTorch's profiler, which knows the operator that launched each."""
 
     overhead = 0.0
     """The stream does not wait for the profiler, unless it waits for the host."""
 
     def __init__(self, events: EventStack) -> None:
-        self._events = events
-        self._profile = torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])
-
-    def __enter__(self) -> None:
-        with self._events.during(PROFILER):
-            self._profile.start()
-
-    def __exit__(self, *_: object) -> None:
-        with self._events.during(PROFILER):
-            self._profile.stop()
+        super().__init__(events, activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])
 
     def seconds(self) -> Mapping[KernelKind, float]:
-        profiler = self._profile.profiler
-        assert profiler is not None and profiler.kineto_results is not None
-        return kernel_seconds(profiler.kineto_results.events())
+        return kernel_seconds(self.results())
 
 
 _NOT_COMPUTING = ("nccl", "Memcpy HtoD", "Memcpy DtoH")
@@ -377,7 +305,7 @@ def kernel_seconds(events: Iterable[Any]) -> dict[KernelKind, float]:
     return found
 
 
-def kernel_timer(config: Config, topology: Topology) -> KernelTimer | None:
+def kernel_timer(config: Config, topology: Topology) -> OperatorTimer | KernelProfile | None:
     """Return a timer of this rank's kernels; None if they cannot be measured one by one.
 
     PyTorch has one profiler per process, which --profile and --profile-execution use. On a CPU, a compiled

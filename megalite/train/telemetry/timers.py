@@ -8,10 +8,10 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
-import torch.distributed as dist
+import torch.profiler
 
 from megalite.distributed.axes import MODEL, SHARD
-from megalite.distributed.axis import Observer, Wait, observed
+from megalite.distributed.axis import PROFILER, EventStack, Observer, Wait, observed
 from megalite.distributed.topology import Topology
 from megalite.pipeline.schedules import Action, ActionKind
 from megalite.tensor_parallel.vocab_parallel import EMBEDDING_GRADS
@@ -59,6 +59,31 @@ class StreamClock:
 def clock_for(device: torch.device) -> Clock[Any]:
     """Return the clock that measures work on this device."""
     return StreamClock() if device.type == "cuda" else WallClock()
+
+
+class PostedProfile(torch.profiler.profile):
+    """PyTorch's profiler, which posts an event while it starts, collects or writes a trace."""
+
+    def __init__(self, events: EventStack, **options: Any) -> None:
+        super().__init__(**options)
+        self._events = events
+
+    def start(self) -> None:
+        with self._events.during(PROFILER):
+            super().start()
+
+    def step(self) -> None:
+        with self._events.during(PROFILER):
+            super().step()
+
+    def stop(self) -> None:
+        with self._events.during(PROFILER):
+            super().stop()
+
+    def results(self) -> Sequence[Any]:
+        """Return kineto's events of the stopped profile: kernels, and operators that launched them."""
+        assert self.profiler is not None and self.profiler.kineto_results is not None
+        return self.profiler.kineto_results.events()
 
 
 BATCH_GENERATOR = "batch-generator"
@@ -195,9 +220,7 @@ TimesByRank = Mapping[str, Mapping[int, float]]
 
 def gather_times(own: Mapping[str, float], topology: Topology) -> TimesByRank:
     """Gather the timers of all ranks on every rank; a collective."""
-    gathered: list[Mapping[str, float]] = [{}] * topology.world_size
-    with topology.world.wait("all-gather", "timers"):
-        dist.all_gather_object(gathered, dict(own))
+    gathered = topology.world.gather_objects(own, "timers")
     names = dict.fromkeys(name for times in gathered for name in times)
     return {
         name: {rank: times[name] for rank, times in enumerate(gathered) if name in times} for name in names

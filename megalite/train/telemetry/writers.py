@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import math
-import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
 
 from megalite.checkpoint.lease import FolderLease
 from megalite.config import LoggingConfig
@@ -20,47 +15,16 @@ from megalite.train.telemetry.dashboards import (
     TensorBoardWriter,
     WandbWriter,
 )
-from megalite.train.telemetry.machine_load import MachineLoad
-from megalite.train.telemetry.metrics import ExpertUse, IterationMetrics, TaskScores, ValidationMetrics
-from megalite.train.telemetry.output_file import OutputFile
+from megalite.train.telemetry.metrics import (
+    ExpertUse,
+    IterationMetrics,
+    MetricsWriter,
+    TaskScores,
+    ValidationMetrics,
+)
+from megalite.train.telemetry.metrics_file import MachineLoad, MetricsFile
 from megalite.train.telemetry.timers import INTERVAL, Timers, TimesByRank, gather_times, timer_table
 from megalite.utils.log import THIS_RANK, is_on_terminal, log
-
-
-class MetricsWriter(Protocol):
-    """Writer of a run's metrics to one output."""
-
-    def iteration(self, metrics: IterationMetrics, times: TimesByRank) -> None:
-        """Write the metrics of an interval, and its timers if they are enabled."""
-
-    def validation(self, metrics: ValidationMetrics) -> None:
-        """Write the result of an evaluation."""
-
-    def expert_use(self, loads: ExpertUse) -> None:
-        """Write how tokens were divided among experts."""
-
-    def close(self, *, has_failed: bool = False) -> None:
-        """Write pending metrics, and whether the run has failed."""
-
-
-class LogWriter(MetricsWriter, Protocol):
-    """Writer of metrics to an output that has a line for each."""
-
-    def task_scores(self, metrics: TaskScores) -> None:
-        """Write the scores of benchmark tasks."""
-
-
-class DashboardWriter(MetricsWriter, Protocol):
-    """Writer of metrics to an output that plots curves, at its own interval."""
-
-    def start(self, iteration: int, consumed_samples: int) -> None:
-        """Begin after an iteration, 0 in a new run; what was written of later ones is no longer shown."""
-
-    def layer_norms(self, iteration: int, norms: Mapping[str, float]) -> None:
-        """Write the gradient norm of each layer."""
-
-    def scalars(self, iteration: int, scalars: Mapping[str, float]) -> None:
-        """Write numbers by their tags."""
 
 
 def iteration_line(metrics: IterationMetrics, config: LoggingConfig) -> str:
@@ -169,7 +133,7 @@ def expert_line(loads: ExpertUse) -> str:
     )
 
 
-class LogLineWriter:
+class LogLineWriter(MetricsWriter):
     """Writer of log lines, whichever rank this is."""
 
     def __init__(self, config: LoggingConfig) -> None:
@@ -193,92 +157,12 @@ class LogLineWriter:
     def expert_use(self, loads: ExpertUse) -> None:
         log.info(expert_line(loads), extra=THIS_RANK)
 
-    def close(self, *, has_failed: bool = False) -> None:
-        """Do nothing: nothing is open."""
-
-
-class MetricsFile:
-    """File of one JSON object per line: the metrics of an interval, or of an evaluation.
-
-    An evaluation is ``{"validation": {...}}``, or ``{"tasks": {...}}`` for benchmark tasks. The tokens of
-    experts are ``{"experts": {...}}``.
-
-    Floats keep their full precision. JSON cannot represent floats that are not finite: they are the strings
-    "NaN", "Infinity" and "-Infinity". `wall_time` is the time at which the line was written, and `start_time`
-    the time at which the process began to write, both in seconds since 1970 by this host's clock: they show
-    restarts and pauses. Each line is passed to the operating system before the next iteration starts, or kept
-    in memory if the disk is full (see `OutputFile`). Lines of an earlier run are kept, so a resumed run
-    continues the same file. An iteration that ran again, because the run ended without a checkpoint, has two
-    lines; use the later one.
-
-    Args:
-        load: measures the machine's load for each line of an interval; None for lines without it.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
-
-    def __init__(self, path: Path, load: MachineLoad | None = None) -> None:
-        self._start = time.time()
-        self._load = load
-        self._file = OutputFile(path, "--metrics-file")
-        if _ends_in_broken_line(path):
-            self._file.write(b"\n")  # otherwise the half-written line of a killed run corrupts the first line
-
-    def iteration(self, metrics: IterationMetrics, times: TimesByRank) -> None:
-        record = dataclasses.asdict(metrics)
-        del record["warnings"]  # text for the log; num_nan and num_skipped have the numbers
-        record |= record.pop("other_losses")
-        for name in ("params_norm", "num_zeros", "decoupled_learning_rate", "time_breakdown"):
-            if record[name] is None:  # not requested, or the model has none
-                del record[name]
-        self._write(record | (self._load.rates() if self._load is not None else {}))
-
-    def validation(self, metrics: ValidationMetrics) -> None:
-        record = dataclasses.asdict(metrics) | {"ppl": metrics.ppl}
-        if not metrics.name:
-            del record["name"]
-        if record.pop("is_of_average"):
-            record["weights"] = "ema"
-        record |= record.pop("other_losses")
-        self._write({"validation": record})
-
-    def task_scores(self, metrics: TaskScores) -> None:
-        self._write({"tasks": dataclasses.asdict(metrics)})
-
-    def expert_use(self, loads: ExpertUse) -> None:
-        self._write({"experts": loads.record()})
-
-    def close(self, *, has_failed: bool = False) -> None:
-        self._file.close()
-
-    def _write(self, record: dict[str, Any]) -> None:
-        timed = record | {"start_time": self._start, "wall_time": time.time()}
-        # One write, so that a reader never sees half a line.
-        self._file.write(json.dumps(_spell_non_finite(timed), allow_nan=False).encode() + b"\n")
-        self._file.flush()
-
-
-def _ends_in_broken_line(path: Path) -> bool:
-    with path.open("rb") as file:
-        if file.seek(0, 2) == 0:
-            return False
-        file.seek(-1, 2)
-        return file.read(1) != b"\n"
-
-
-def _spell_non_finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _spell_non_finite(item) for key, item in value.items()}
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    return value
-
 
 class Writers:
     """Writers of metrics to the log, and if requested to the metrics file and to dashboards.
 
-    Only the reporting rank writes. On the other ranks each method only takes part in the collectives.
+    Only the reporting rank writes. On the other ranks each method only takes part in the collectives. See
+    `MetricsWriter`.
 
     Args:
         resolved_config_text: the whole run's config, shown in dashboards.
@@ -307,8 +191,8 @@ class Writers:
         of_dashboards = (config.dashboard_interval,) if config.has_dashboards else ()
         self.intervals = tuple(dict.fromkeys((config.log_interval, *of_dashboards)))
         self._times: TimesByRank = {}  # not yet written to the dashboards
-        self._logs: list[LogWriter] = []
-        self._dashboards: list[DashboardWriter] = []
+        self._logs: list[MetricsWriter] = []
+        self._dashboards: list[MetricsWriter] = []
         if not topology.is_reporter:
             return
         self._logs.append(LogLineWriter(config))
@@ -340,9 +224,8 @@ class Writers:
 
     def start(self, iteration: int, consumed_samples: int) -> None:
         """Begin after an iteration, 0 in a new run, before any metrics are written."""
-        self._stop_if_lost()
-        for dashboard in self._dashboards:
-            dashboard.start(iteration, consumed_samples)
+        for writer in self._writing():
+            writer.start(iteration, consumed_samples)
 
     def iteration(self, interval: int, metrics: IterationMetrics, timers: Timers) -> None:
         """Write the metrics of an interval, one of `intervals`.
@@ -350,7 +233,7 @@ class Writers:
         The log line resets the timers on every rank. If timers of level 1 or 2 are enabled, it gathers them
         from all ranks: a collective.
         """
-        self._stop_if_lost()
+        self._writing()
         if interval == self._config.log_interval:
             self._times = self._take(metrics, timers)
             for writer in self._logs:
@@ -361,39 +244,28 @@ class Writers:
             self._times = {}
 
     def layer_norms(self, iteration: int, norms: Mapping[str, float]) -> None:
-        """Write the gradient norm of each layer."""
-        self._stop_if_lost()
-        for dashboard in self._dashboards:
-            dashboard.layer_norms(iteration, norms)
+        for writer in self._writing():
+            writer.layer_norms(iteration, norms)
 
     def scalars(self, iteration: int, scalars: Mapping[str, float]) -> None:
-        """Write numbers to the dashboards, by their tags."""
-        self._stop_if_lost()
-        for dashboard in self._dashboards:
-            dashboard.scalars(iteration, scalars)
+        for writer in self._writing():
+            writer.scalars(iteration, scalars)
 
     def expert_use(self, loads: ExpertUse) -> None:
-        """Write how the tokens of an iteration were divided among experts."""
-        self._stop_if_lost()
-        for writer in (*self._logs, *self._dashboards):
+        for writer in self._writing():
             writer.expert_use(loads)
 
     def validation(self, metrics: ValidationMetrics) -> None:
-        """Write the result of an evaluation."""
-        self._stop_if_lost()
-        for writer in (*self._logs, *self._dashboards):
+        for writer in self._writing():
             writer.validation(metrics)
 
     def task_scores(self, metrics: TaskScores) -> None:
-        """Write the scores of benchmark tasks."""
-        self._stop_if_lost()
-        for writer in self._logs:
+        for writer in self._writing():
             writer.task_scores(metrics)
-        self.scalars(metrics.iteration, {f"tasks/{name}": score for name, score in metrics.scores.items()})
 
     def close(self, *, has_failed: bool = False) -> None:
         """Write pending metrics and close the files; a second call does nothing."""
-        writers: list[MetricsWriter] = [*self._logs, *self._dashboards]
+        writers = [*self._logs, *self._dashboards]
         self._logs, self._dashboards = [], []
         while writers:
             writers.pop().close(has_failed=has_failed)
@@ -404,15 +276,17 @@ class Writers:
     def __exit__(self, _: object, error: BaseException | None, *__: object) -> None:
         self.close(has_failed=error is not None)
 
-    def _stop_if_lost(self) -> None:
-        """Stop writing if another run has taken over the folder; this run ends soon after."""
-        writes = bool(self._logs or self._dashboards)
+    def _writing(self) -> list[MetricsWriter]:
+        """Return the writers; none once another run has taken over the folder: this run ends soon after."""
         with self._topology.events.during(CHECKPOINT):  # the lease is in the folder of checkpoints
-            is_lost = writes and self._lease is not None and self._lease.is_lost()
+            is_lost = (
+                bool(self._logs or self._dashboards) and self._lease is not None and self._lease.is_lost()
+            )
         if is_lost:
             assert self._lease is not None
             log.warning("%s", self._lease.loss(), extra=THIS_RANK)
             self._logs, self._dashboards = [], []
+        return [*self._logs, *self._dashboards]
 
     def _take(self, metrics: IterationMetrics, timers: Timers) -> TimesByRank:
         with self._topology.events.during(DEVICE):

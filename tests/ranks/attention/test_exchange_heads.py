@@ -13,7 +13,7 @@ from megalite.config.presets import PRESETS
 from megalite.distributed.axes import MeshOptions
 from megalite.distributed.held_positions import HeldPositions
 from megalite.distributed.topology import Topology
-from megalite.observe.collectives import Traffic, ring_bytes
+from megalite.observe.operator_log import Traffic, ring_bytes
 from tests.live_ranks import run_ranks
 from tests.stages import build_stage
 

@@ -17,7 +17,7 @@ from megalite.config import ModelConfig, ParallelConfig
 from megalite.distributed.axes import MeshOptions
 from megalite.distributed.topology import Topology
 from megalite.kernels import Drop
-from megalite.observe.collectives import Traffic, ring_bytes
+from megalite.observe.operator_log import Traffic, ring_bytes
 from megalite.tensor_parallel.parameter_spec import LayerContext
 from tests.live_ranks import run_ranks
 

@@ -17,8 +17,7 @@ from megalite.config import (
     TrainingConfig,
 )
 from megalite.distributed.topology import Topology
-from megalite.train.callbacks.periodic import Checkpointing
-from megalite.train.loop import Callback, TrainingLoop, train
+from megalite.train.loop import Callback, Checkpointing, TrainingLoop, train
 from megalite.train.stopping import RequeueNote, StopConditions, StopSignals
 from megalite.train.trainer import start_trainer
 from tests.live_ranks import run_ranks

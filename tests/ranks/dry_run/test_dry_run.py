@@ -21,8 +21,7 @@ from megalite.dry_run.counts import Counts, count_iteration
 from megalite.dry_run.dry_run import dry_run_of
 from megalite.tensor_parallel.parameter_spec import spec_of
 from megalite.train.model_chunks import build_chunks, named_parameters
-from megalite.train.run_context import resolve_run
-from megalite.train.run_datasets import build_data
+from megalite.train.run_context import build_data, resolve_run
 from megalite.verify.layouts import Layout
 from tests.live_ranks import run_ranks
 

@@ -15,7 +15,7 @@ from megalite.train.stopping import Stop, Stopped
 from megalite.train.trainer import Trainer, start_trainer
 from tests.live_ranks import run_ranks
 from tests.ranks.checkpoint.test_load_layouts import config_of, full_tensors, pieces_of, world_size
-from tests.ranks.train.test_resume import DP2_ZERO1, DP2_ZERO3, PP2, TP2, Layout, main_of
+from tests.ranks.train.test_setup_resume import DP2_ZERO1, DP2_ZERO3, PP2, TP2, Layout, main_of
 
 DECAY = 0.8
 NUM_ITERATIONS = 3

@@ -32,6 +32,7 @@ from megalite.train.loop import Callback, TrainingLoop, train
 from megalite.train.replicas import held_tensors
 from megalite.train.stopping import RequeueNote, StopConditions, StopSignals
 from megalite.train.telemetry import writers as writers_module
+from megalite.train.telemetry.metrics import MetricsWriter
 from megalite.train.telemetry.timers import Timers
 from megalite.train.telemetry.writers import Writers
 from megalite.train.train_step import StepResult
@@ -140,14 +141,11 @@ def _config(name: str, kind: str, folder: Path) -> Config:
     return config if name in AXES else layout.apply(config, 8)
 
 
-class Dashboard:
+class Dashboard(MetricsWriter):
     """What the reporting rank would write to TensorBoard, by what it is."""
 
     def __init__(self, *_: Any) -> None:
         self.kept: dict[str, Any] = {}
-
-    def start(self, iteration: int, consumed_samples: int) -> None:
-        """Do nothing: the runs are new."""
 
     def iteration(self, metrics: Any, times: Any) -> None:
         self.kept["figures"] = {
@@ -165,9 +163,6 @@ class Dashboard:
     def expert_use(self, loads: Any) -> None:
         self.kept["tokens"] = {name: each.tokens for name, each in loads.layers.items()}
         self.kept["entropies"] = {name: each.entropy for name, each in loads.layers.items()}
-
-    def close(self, *, has_failed: bool = False) -> None:
-        """Do nothing: nothing is open."""
 
 
 class Steps(Callback):

@@ -119,9 +119,9 @@ def trace_one_rank(topology: Topology, folder: str) -> str:
         profile_step_end=2,
         profile_ranks=(1,),
     )
-    with profiler(config, topology, range(1, 3)) as profile:
+    with profiler(config, topology, range(1, 3)) as step:
         for _ in range(2):
-            profile.step()
+            step()
     return str(file_of_rank("m.txt", topology))
 
 

@@ -14,7 +14,7 @@ from megalite.distributed.topology import Topology
 from megalite.hardware.host_memory import AsyncValues
 from megalite.observe.recorder import Reader
 from megalite.train import train_step
-from megalite.train.anomaly_check import MIN_LOSSES
+from megalite.train.train_step import MIN_LOSSES
 from megalite.train.trainer import start_trainer
 from megalite.verify.layouts import Layout
 from tests.live_ranks import run_ranks

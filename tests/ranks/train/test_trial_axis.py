@@ -36,10 +36,13 @@ from megalite.model.norm import build_norm
 from megalite.tensor_parallel.counter_random import Dropout
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterShard
 from megalite.train.callbacks.metrics_logging import layer_grad_norms, optimizer_norms
-from megalite.train.callbacks.pipeline_trace import pipeline_trace
-from megalite.train.health.straggler import straggler_log
+from megalite.train.callbacks.straggler import Stragglers
+from megalite.train.loop import Callback, TrainingLoop
 from megalite.train.run_context import Providers
 from megalite.train.setup import startup_line
+from megalite.train.stopping import RequeueNote, Stop, StopConditions, StopSignals
+from megalite.train.tracing import PipelineTracing
+from megalite.train.train_step import StepResult
 from megalite.train.trainer import start_trainer
 from megalite.utils.log import log
 from megalite.verify.record_run import RunRecord, record_rank
@@ -90,6 +93,16 @@ def _config(parallel: ParallelConfig, folder: Path) -> Config:
     )
 
 
+class _FirstIteration(Callback):
+    """Messages along all axes in the first iteration, and the end of the run after it."""
+
+    def after_step(self, loop: TrainingLoop, result: StepResult) -> None:
+        for axis in loop.trainer.topology.axes.values():
+            all_reduce(torch.ones(1), axis)
+        self.grad_norm = result.grad_norm
+        loop.request_stop(Stop("one iteration is enough"))
+
+
 def _run(topology: Topology, config: Config) -> Found:
     """Train, trace and save on this rank; load the save and compare it with what was saved."""
     lines = [startup_line(topology)]
@@ -97,16 +110,12 @@ def _run(topology: Topology, config: Config) -> Found:
     log.addFilter(lambda record: lines.append(record.getMessage()) or True)  # type: ignore[func-returns-value]
     record = record_rank(topology, config, 2)
     with start_trainer(config, topology) as trainer:
-        straggler = straggler_log(config.logging, topology)
-        with pipeline_trace(trainer) as trace:
-            with straggler.iteration(1), trace.iteration(1):
-                result = trainer.step()
-                for axis in topology.axes.values():
-                    all_reduce(torch.ones(1), axis)
-            trace.after(1)
+        stop_conditions = StopConditions(config.training, topology, StopSignals(RequeueNote(None)))
+        first = _FirstIteration()  # before the trace, so that its messages are of the iteration
+        TrainingLoop(trainer, stop_conditions, [first, PipelineTracing(), Stragglers()]).run()
         optimizer = trainer.optimizer
         norms = {**optimizer_norms(optimizer), "params": optimizer.params_norm()}
-        norms |= layer_grad_norms(optimizer, config.model.num_layers, result.grad_norm, topology)
+        norms |= layer_grad_norms(optimizer, config.model.num_layers, first.grad_norm, topology)
         norms["zeros"] = optimizer.num_zeros()
         trainer.save()
         saved = _bytes(trainer.tensors())

@@ -18,8 +18,7 @@ from megalite.config import Config, DataConfig, OptimizerConfig, RecomputeConfig
 from megalite.distributed.topology import Topology
 from megalite.model.experts import Router
 from megalite.model.routing_record import RoutingRecord
-from megalite.train.iteration_plan import IterationPlan
-from megalite.train.train_step import TrainStep
+from megalite.train.train_step import IterationPlan, TrainStep
 from megalite.train.trainer import Trainer
 from megalite.utils.errors import UserError
 from megalite.verify.compare_runs import TOLERANCES, RunComparison, compare, verify_layouts

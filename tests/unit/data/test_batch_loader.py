@@ -26,7 +26,7 @@ from megalite.data.gpt_dataset import GPTDataset
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.samples import GPTSamples
 from megalite.distributed.topology import Topology
-from megalite.train.run_datasets import UnreadDataset, datasets_on_every_stage
+from megalite.train.run_context import UnreadDataset, datasets_on_every_stage
 from megalite.utils.errors import UserError
 
 PLAIN = GPTSamples(8, seed=1)

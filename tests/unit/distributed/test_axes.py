@@ -14,7 +14,7 @@ from megalite.config import ParallelConfig
 from megalite.distributed.axes import AXES, MODEL, AxisEntry, MeshOptions, MeshSpec, Slice
 from megalite.distributed.held_positions import HeldPositions
 from megalite.distributed.topology import Topology
-from megalite.observe.collectives import CollectiveCall, Traffic
+from megalite.observe.operator_log import CollectiveCall, Traffic
 from megalite.utils.errors import UserError
 from tests.trial_axis import INNERMOST, OUTERMOST, OUTSIDE_TP, with_trial
 

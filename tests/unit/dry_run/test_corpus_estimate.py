@@ -13,8 +13,7 @@ from megalite.data.gpt_dataset import GPTDataset
 from megalite.data.indexed_dataset import IndexedWriter
 from megalite.distributed.topology import Topology
 from megalite.dry_run.corpus_estimate import corpora_of
-from megalite.train.run_context import resolve_run
-from megalite.train.run_datasets import build_data
+from megalite.train.run_context import build_data, resolve_run
 
 S = 16
 

@@ -13,8 +13,7 @@ from megalite.dry_run import counts as counting
 from megalite.dry_run.counts import count_iteration, repetition_of
 from megalite.frontends.command_line import parse
 from megalite.observe.meta_tensors import meta_tensors
-from megalite.train.run_context import resolve_run
-from megalite.train.run_datasets import build_data
+from megalite.train.run_context import build_data, resolve_run
 
 MODEL = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 64 --mock-data "

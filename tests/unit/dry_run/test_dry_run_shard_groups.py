@@ -9,7 +9,7 @@ import pytest
 
 from megalite.dry_run.dry_run import dry_run_of
 from megalite.hardware.gpus import GPUS
-from megalite.observe.collectives import CollectiveCall
+from megalite.observe.operator_log import CollectiveCall
 from megalite.plan.communication import Cluster
 from megalite.plan.iteration_time import exchange_seconds, gradient_bytes, sharing_of
 from megalite.plan.planned_run import PlannedRun

@@ -15,8 +15,7 @@ from megalite.checkpoint.progress import TrainingProgress
 from megalite.cli.checkpoints import inspect as main
 from megalite.config import Config
 from megalite.config.presets import PRESETS
-from megalite.report.checkpoint_difference import compare
-from megalite.report.checkpoint_inspection import inspect, lines_of, open_view, statistics_of
+from megalite.report.checkpoint_inspection import compare, inspect, lines_of, open_view, statistics_of
 from megalite.utils.errors import UserError
 from megalite.utils.log import LineInterval
 from tests.checkpoint_folder import make_pipe, write_checkpoint

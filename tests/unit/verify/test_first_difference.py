@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megalite.distributed.axes import Slice
-from megalite.observe.collectives import Collective
+from megalite.observe.operator_log import Collective
 from megalite.tensor_parallel.placement import Box
 from megalite.verify.first_difference import LIMITS, FirstDifference, first_difference
 from megalite.verify.trace_run import Activation, RankTrace, StepTensor

@@ -28,8 +28,7 @@ from megalite.config.presets import PRESETS
 from megalite.distributed.local_ranks import run_ranks as run_new_ranks
 from megalite.distributed.topology import Topology
 from megalite.train.callbacks.audit import Audit, check_determinism
-from megalite.train.callbacks.periodic import Checkpointing
-from megalite.train.loop import Callback, TrainingLoop, train
+from megalite.train.loop import Callback, Checkpointing, TrainingLoop, train
 from megalite.train.replicas import AuditFailed, Finding
 from megalite.train.stopping import RequeueNote, StopConditions, StopSignals
 from megalite.train.train_step import StepResult

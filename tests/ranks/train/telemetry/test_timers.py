@@ -38,10 +38,10 @@ def _run(topology: Topology, logging: LoggingConfig) -> tuple[list[str], int]:
     num_gathered = 0
     gather = dist.all_gather_object
 
-    def counting(*args: object) -> None:
+    def counting(*args: object, **options: object) -> None:
         nonlocal num_gathered
         num_gathered += 1
-        gather(*args)
+        gather(*args, **options)
 
     log.setLevel("INFO")
     log.addFilter(lambda record: lines.append(record.getMessage()) or True)  # type: ignore[func-returns-value]

@@ -15,7 +15,7 @@ from megalite.config.arguments import Diagnostics
 from megalite.frontends.command_line import parse
 from megalite.frontends.deepspeed.file import DeepSpeedFile
 from megalite.frontends.deepspeed.settings import kinds, known_settings, sections, tables
-from megalite.train.iteration_plan import IterationPlanner
+from megalite.train.train_step import IterationPlanner
 from megalite.utils.errors import ConfigError
 
 

@@ -25,11 +25,11 @@ def _run(
 ) -> None:
     """Run the iterations after `num_done`, all of them or up to `ends_after`."""
     iterations = range(num_done + 1, num_iterations + 1)
-    with profiler(config, topology, iterations) as profile:
+    with profiler(config, topology, iterations) as step:
         for iteration in iterations[:ends_after]:
             with torch.profiler.record_function(f"iteration {iteration}"):
                 _product()
-            profile.step()
+            step()
 
 
 def _product() -> torch.Tensor:

@@ -216,12 +216,13 @@ def test_calls_of_wandb(
         "dir": str(tmp_path / "save"),
         "config": {"model": {"num_layers": 2}},
     }
-    assert [step for step, _ in run.logged] == [100, 100, 100, 100]
-    figures, norms, of_optimizer, validation = (scalars for _, scalars in run.logged)
+    assert [step for step, _ in run.logged] == [100, 100, 100, 100, 100]
+    figures, norms, of_layers, of_optimizer, validation = (scalars for _, scalars in run.logged)
     assert figures["lm loss"] == metrics.lm_loss
     assert figures["samples"] == 800
     assert figures["throughput"] == metrics.tflops_per_gpu
-    assert norms == {"grad-norm by layer": (3.0,), "grad-norm by layer/layers.0": 3.0}
+    assert norms == {"grad-norm by layer": (3.0,)}
+    assert of_layers == {"grad-norm by layer/layers.0": 3.0}
     assert of_optimizer == {"optimizer/momentum_l2": 2.5}
     assert validation == {"lm loss validation": 2.5}
     assert run.exit_code == 0

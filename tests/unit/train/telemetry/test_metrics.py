@@ -10,15 +10,13 @@ import torch
 
 from megalite.config import ModelConfig
 from megalite.config.model_flops import flops_per_token
-from megalite.train.anomaly_check import Anomaly
-from megalite.train.iteration_plan import IterationPlan
 from megalite.train.telemetry.metrics import (
     IntervalMeter,
     IterationMetrics,
     ValidationMetrics,
     measure_memory,
 )
-from megalite.train.train_step import StepResult
+from megalite.train.train_step import Anomaly, IterationPlan, StepResult
 
 MODEL = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=2, seq_length=16, vocab_size=100)
 

@@ -20,11 +20,11 @@ from megalite.distributed.topology import Topology
 from megalite.frontends.command_line import parse
 from megalite.train.setup import startup_line
 from megalite.train.telemetry.metrics import ExpertUse, IterationMetrics, LayerLoads, ValidationMetrics
+from megalite.train.telemetry.metrics_file import MetricsFile
 from megalite.train.telemetry.time_terms import RankTime, sample_in, time_sample
 from megalite.train.telemetry.timers import Timers
 from megalite.train.telemetry.writers import (
     LogLineWriter,
-    MetricsFile,
     Writers,
     iteration_line,
     short_line,

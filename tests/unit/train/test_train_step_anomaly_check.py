@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megalite.config import TrainingConfig
-from megalite.train.anomaly_check import MIN_LOSSES, AnomalyCheck
+from megalite.train.train_step import MIN_LOSSES, AnomalyCheck
 
 SPIKES = TrainingConfig(check_for_spiky_loss=True, spiky_loss_factor=3.0)
 RECENT = tuple(float(i) for i in range(1, 12))  # median 6

@@ -13,10 +13,9 @@ from megalite.distributed.axes import MeshOptions
 from megalite.distributed.axis import CHECKPOINT, EventStack, Wait
 from megalite.distributed.topology import Topology
 from megalite.pipeline.schedules import Action, ActionKind
-from megalite.train.health import watchdog
-from megalite.train.health.hang_report import all_stacks
-from megalite.train.health.status_store import NoAnswer, StatusStore
-from megalite.train.health.watchdog import HANG_STATUS, Watchdog
+from megalite.train.callbacks import watchdog
+from megalite.train.callbacks.hang_report import all_stacks
+from megalite.train.callbacks.watchdog import HANG_STATUS, NoAnswer, StatusStore, Watchdog
 from tests.programs import run_program
 from tests.trial_axis import INNERMOST, OUTSIDE_TP, with_trial
 
@@ -220,8 +219,8 @@ from pathlib import Path
 import torch.distributed as dist
 from megalite.distributed.axes import MeshOptions
 from megalite.distributed.topology import Topology
-from megalite.train.health import watchdog
-from megalite.train.health.status_store import StatusStore
+from megalite.train.callbacks import watchdog
+from megalite.train.callbacks.watchdog import StatusStore
 
 watchdog._PATIENCE_SECONDS = 0.1
 with Topology.fake(MeshOptions(), 1, 0) as topology:

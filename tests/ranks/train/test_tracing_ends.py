@@ -8,7 +8,9 @@ from pathlib import Path
 from megalite.config import Config, DataConfig, LoggingConfig, ParallelConfig, TrainingConfig
 from megalite.config.presets import PRESETS
 from megalite.distributed.topology import Topology
-from megalite.train.callbacks.pipeline_trace import pipeline_trace
+from megalite.train.loop import TrainingLoop
+from megalite.train.stopping import RequeueNote, StopConditions, StopSignals
+from megalite.train.tracing import PipelineTracing
 from megalite.train.trainer import start_trainer
 from megalite.utils.log import log
 from tests.live_ranks import run_ranks
@@ -19,11 +21,9 @@ def _run(topology: Topology, config: Config) -> list[str]:
     lines: list[str] = []
     log.setLevel("INFO")
     log.addFilter(lambda record: lines.append(record.getMessage()) or True)  # type: ignore[func-returns-value]
-    with start_trainer(config, topology) as trainer, pipeline_trace(trainer) as trace:
-        for number in (1, 2):
-            with trace.iteration(number):
-                trainer.step()
-            trace.after(number)
+    stop_conditions = StopConditions(config.training, topology, StopSignals(RequeueNote(None)))
+    with start_trainer(config, topology) as trainer:
+        TrainingLoop(trainer, stop_conditions, [PipelineTracing()]).run()
     return lines
 
 

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import bdb
 import faulthandler
+import json
 import os
 import signal
 import sys
 import threading
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 
 import megalite
-from megalite.train.health.status_store import RankStatus
+from megalite.distributed.axis import CHECKPOINT, DEVICE, PROFILER, STORE_BARRIER, WORLD, Wait
+from megalite.pipeline.schedules import Action
+from megalite.train.telemetry.timers import BATCH_GENERATOR
 from megalite.utils.files import no_follow
 from megalite.utils.torch_private import flight_recorder
 
@@ -28,21 +31,103 @@ STANDARD_ERROR = 2
 """File descriptor of standard error: an object that replaces `sys.stderr` may have none."""
 
 
+_IMPLIED = ("forward-backward", "optimizer", BATCH_GENERATOR)
+"""Timers that add nothing to the events inside them."""
+
+
 @dataclass(frozen=True)
-class LateRanks:
-    """Ranks that the others wait for.
+class RankStatus:
+    """Status of one rank.
 
     Attributes:
-        ranks: the late ranks in order; empty if every rank waits and none is behind.
-        why: why these ranks are late.
+        stamp: increases with each status; a rank is silent if its stamp stays the same.
+        num_done: number of finished iterations.
+        idle: seconds without progress.
+        is_stuck: whether the rank has been idle longer than it may.
+        has_left: whether its training is over.
+        activity: description of its open events; empty unless it is stuck.
+        waits_for: ranks that it waits for; None if it does not wait, empty if it cannot know which.
+        collectives: number of collectives that it has started on each axis, keyed by the axis' ranks.
+        stack: stack of its main thread, as text.
     """
 
-    ranks: tuple[int, ...]
-    why: str
+    rank: int
+    host: str
+    stamp: int
+    num_done: int
+    idle: float = 0.0
+    is_stuck: bool = False
+    has_left: bool = False
+    activity: str = ""
+    waits_for: tuple[int, ...] | None = None
+    collectives: tuple[tuple[tuple[int, ...], int], ...] = ()
+    stack: str = ""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str | bytes) -> RankStatus:
+        fields = json.loads(text)
+        if fields["waits_for"] is not None:
+            fields["waits_for"] = tuple(fields["waits_for"])
+        fields["collectives"] = tuple((tuple(ranks), number) for ranks, number in fields["collectives"])
+        return RankStatus(**fields)
 
 
-def find_late_ranks(statuses: Mapping[int, RankStatus], silent: Collection[int]) -> LateRanks:
-    """Find the ranks that the others wait for.
+def describe(events: Sequence[object]) -> str:
+    """Describe open events, given outermost first, from the innermost to the outermost."""
+    shown = [event for event in events[:-1] if event not in _IMPLIED] + list(events[-1:])
+    return ", in ".join(_text(event) for event in reversed(shown)) or "in no event that ranks post"
+
+
+def awaited_ranks(
+    events: Sequence[object], ranks_of: Mapping[str, tuple[int, ...]]
+) -> tuple[int, ...] | None:
+    """Return the ranks that a rank in these events waits for; see `RankStatus.waits_for`.
+
+    Args:
+        ranks_of: global ranks along each axis, by the axis' name.
+    """
+    innermost = events[-1] if events else None
+    if isinstance(innermost, Wait):
+        return ranks_of[innermost.axis] if innermost.peer is None else (innermost.peer,)
+    return () if innermost == DEVICE else None
+
+
+def may_take_any_time(events: Sequence[object]) -> bool:
+    """Return whether a rank in these events does work of unknown length: a checkpoint or a profile.
+
+    This is False for a rank that only waits for such work of another rank: if the other rank hangs, no rank
+    makes progress.
+    """
+    for event in reversed(events):
+        if event in (CHECKPOINT, PROFILER):
+            return True
+        if isinstance(event, Wait) and event.what != STORE_BARRIER:
+            return False
+    return False
+
+
+def _text(event: object) -> str:
+    if isinstance(event, Action):
+        return f"{event.kind.value} of {_microbatch(event)}"
+    if isinstance(event, Wait):
+        of = _microbatch(event.of) if isinstance(event.of, Action) else event.of
+        peer = f" {'from' if event.what.endswith('-recv') else 'to'} rank {event.peer}"
+        ranks = "all ranks" if event.axis == WORLD else event.axis
+        return f"{event.what}{f' of {of}' if of else ''}{'' if event.peer is None else peer} over {ranks}"
+    return str(event)
+
+
+def _microbatch(action: Action) -> str:
+    return f"microbatch {action.microbatch}{f' of chunk {action.chunk}' if action.chunk else ''}"
+
+
+def find_late_ranks(
+    statuses: Mapping[int, RankStatus], silent: Collection[int]
+) -> tuple[tuple[int, ...], str]:
+    """Return the ranks that the others wait for, in order, and why; none if all wait and none is behind.
 
     A late rank is silent, has left, or does something other than waiting. If all ranks wait, a late rank has
     started fewer collectives on an axis than its peers: it waits in another collective, or skipped one.
@@ -54,12 +139,10 @@ def find_late_ranks(statuses: Mapping[int, RankStatus], silent: Collection[int])
     answering = [status for rank, status in sorted(statuses.items()) if rank not in silent]
     late = {status.rank for status in answering if status.has_left or status.waits_for is None}
     if late := late.union(silent):
-        return LateRanks(tuple(sorted(late)), "the others wait, or cannot continue without them")
+        return tuple(sorted(late)), "the others wait, or cannot continue without them"
     if behind := sorted(_ranks_behind(answering)):
-        return LateRanks(
-            tuple(behind), "every rank waits, but these started fewer collectives than their peers"
-        )
-    return LateRanks((), "every rank waits in a collective, and none is behind: suspect the network")
+        return tuple(behind), "every rank waits, but these started fewer collectives than their peers"
+    return (), "every rank waits in a collective, and none is behind: suspect the network"
 
 
 def _ranks_behind(statuses: Iterable[RankStatus]) -> set[int]:
@@ -90,17 +173,17 @@ def report(
         stacks: location of the ranks' stacks.
         records: command that reads the ranks' last collectives, if they are written.
     """
-    late = find_late_ranks(statuses, silent)
-    who = number_ranks(late.ranks) if late.ranks else "no rank is missing"
+    late, why = find_late_ranks(statuses, silent)
+    who = number_ranks(late) if late else "no rank is missing"
     lines = [
         f"error: hang: no rank has made progress for {seconds:.0f} s",
-        f"  did not arrive: {who} ({late.why})",
+        f"  did not arrive: {who} ({why})",
     ]
-    lines += [f"  {line}" for line in _groups(statuses, silent, late.ranks)]
+    lines += [f"  {line}" for line in _groups(statuses, silent, late)]
     lines.append(f"  stacks of every rank that answered: {stacks}")
     if records is not None:
         lines.append(f"  their last collectives: {records}")
-    for rank, stack in _stacks(statuses, silent, late.ranks):
+    for rank, stack in _stacks(statuses, silent, late):
         lines.append(f"  stack of rank {rank}:")
         lines += [f"  {line}" for line in stack.splitlines()]
     return "\n".join(lines) + "\n"

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d
 
 from megalite.distributed.topology import Topology
-from megalite.train.health.hang_report import PREFIX, analysis_of, recorder_of, write_records
+from megalite.train.callbacks.hang_report import PREFIX, analysis_of, recorder_of, write_records
 from tests.programs import run_program
 
 NOT_BEFORE = pytest.mark.skipif(

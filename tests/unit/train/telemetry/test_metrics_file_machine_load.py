@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megalite.train.telemetry import machine_load
-from megalite.train.telemetry.machine_load import MachineLoad
+from megalite.train.telemetry import metrics_file
+from megalite.train.telemetry.metrics_file import MachineLoad
 
 CPU = torch.device("cpu")
 
@@ -32,7 +32,7 @@ def _write_port(folder: Path, device: str, received: int, sent: int) -> None:
 def test_infiniband_counts_words_of_all_ports(
     tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine_load, "_psutil", lambda: None)
+    monkeypatch.setattr(metrics_file, "_psutil", lambda: None)
     _write_port(tmp_path, "mlx5_0", 1000, 2000)
     _write_port(tmp_path, "mlx5_1", 0, 0)
     load = MachineLoad(CPU, tmp_path)
@@ -54,7 +54,7 @@ def test_disk_and_network(tmp_path: Path, clock: list[float], monkeypatch: pytes
         disk_io_counters=lambda: disk,
         net_io_counters=lambda: None,  # a container without interfaces
     )
-    monkeypatch.setattr(machine_load, "_psutil", lambda: fake)
+    monkeypatch.setattr(metrics_file, "_psutil", lambda: fake)
     load = MachineLoad(CPU, tmp_path)
     disk.read_bytes, clock[0] = 3 * 10**6, 101.5
     assert load.rates() == {
@@ -69,7 +69,7 @@ def test_counters_that_cannot_be_read_are_missing(tmp_path: Path, monkeypatch: p
         raise NotImplementedError("no /proc/diskstats")
 
     fake = SimpleNamespace(cpu_percent=lambda: 1.0, disk_io_counters=refuse, net_io_counters=refuse)
-    monkeypatch.setattr(machine_load, "_psutil", lambda: fake)
+    monkeypatch.setattr(metrics_file, "_psutil", lambda: fake)
     _write_port(tmp_path, "mlx5_0", 1, 1)
     (tmp_path / "mlx5_0" / "ports" / "1" / "counters" / "port_rcv_data").write_text("broken")
     assert set(MachineLoad(CPU, tmp_path).rates()) == {"cpu_percent", "infiniband_send_mb_per_second"}

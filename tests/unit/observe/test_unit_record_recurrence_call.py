@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megalite.kernels.recurrence import block_size, launch, launch_backward, sizes_for
 from megalite.observe.live_bytes import LiveBytes
-from megalite.observe.recurrence_call import RecurrenceCall
+from megalite.observe.unit_record import RecurrenceCall
 
 B, G, R, S, D, E = 2, 2, 3, 4096, 64, 32
 

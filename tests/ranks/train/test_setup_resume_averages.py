@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megalite.checkpoint.manifest import read_manifest
-from tests.ranks.train.test_resume import (
+from tests.ranks.train.test_setup_resume import (
     DP2_ZERO3,
     PP2,
     TP2,

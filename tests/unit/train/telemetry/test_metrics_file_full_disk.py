@@ -20,12 +20,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megalite.config import LoggingConfig
 from megalite.distributed.topology import Topology
 from megalite.train.callbacks.profiler import profiler
-from megalite.train.telemetry import output_file
+from megalite.train.telemetry import metrics_file
 from megalite.train.telemetry.dashboards import SAMPLES
 from megalite.train.telemetry.metrics import IterationMetrics, ValidationMetrics
-from megalite.train.telemetry.output_file import OutputFile
+from megalite.train.telemetry.metrics_file import MetricsFile, OutputFile
 from megalite.train.telemetry.timers import Timers
-from megalite.train.telemetry.writers import MetricsFile, Writers
+from megalite.train.telemetry.writers import Writers
 
 
 class LimitedDisk:
@@ -163,7 +163,7 @@ def test_a_file_deleted_to_make_space_begins_with_a_whole_record(tmp_path: Path)
 def test_more_than_can_be_held_is_lost_by_whole_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(output_file, "MAX_HELD_BYTES", 12)
+    monkeypatch.setattr(metrics_file, "MAX_HELD_BYTES", 12)
     path = tmp_path / "file"
     file = OutputFile(path, "--flag")
     with LimitedDisk(tmp_path).full(path, 2):
@@ -214,9 +214,9 @@ def test_an_incomplete_trace_is_logged_and_removed(
     config = LoggingConfig(tensorboard_dir=str(tmp_path), profile_execution=True)
     (tmp_path / "empty").touch()
     profiled = profiler(config, topology, range(1, 7))
-    with LimitedDisk(tmp_path).full(tmp_path / "empty", 500), profiled as profile:
+    with LimitedDisk(tmp_path).full(tmp_path / "empty", 500), profiled as step:
         for _ in range(6):
-            profile.step()
+            step()
     folder = tmp_path / "profile"
     assert _warnings(caplog) == [
         f"--profile-execution: the trace in {folder} cannot be written (the file is incomplete: is the disk "

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from megalite.config import ParallelConfig
-from megalite.train.health.hang_report import PREFIX, analysis_of, recorder_of
-from megalite.train.health.watchdog import HANG_STATUS
-from tests.ranks.train.health.hanging import (
+from megalite.train.callbacks.hang_report import PREFIX, analysis_of, recorder_of
+from megalite.train.callbacks.watchdog import HANG_STATUS
+from tests.ranks.train.callbacks.hanging import (
     NUM_RANKS,
     run_with_fault,
     skip_collectives,

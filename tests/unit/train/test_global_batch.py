@@ -5,9 +5,8 @@ import pytest
 from megalite.config import Config, TrainingConfig
 from megalite.data.packed_dataset import PackedSamples, PackingOptions
 from megalite.data.samples import GPTSamples
-from megalite.train.evaluator import Evaluator
-from megalite.train.run_context import RunContext
-from megalite.train.run_datasets import num_samples_of
+from megalite.train.global_batch import Evaluator
+from megalite.train.run_context import RunContext, num_samples_of
 from megalite.train.telemetry.timers import Timers
 
 

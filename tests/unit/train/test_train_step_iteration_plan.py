@@ -9,7 +9,7 @@ import pytest
 from megalite.checkpoint.progress import TrainingProgress
 from megalite.config import Config, OptimizerConfig, TrainingConfig
 from megalite.config.presets import PRESETS
-from megalite.train.iteration_plan import IterationPlanner
+from megalite.train.train_step import IterationPlanner
 
 
 def plans(config: Config, num_iterations: int) -> list[tuple[int, float, float, bool]]:

@@ -10,8 +10,7 @@ import pytest
 
 from megalite.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainingConfig
 from megalite.data.indexed_dataset import IndexedWriter
-from megalite.train.run_context import resolve_run
-from megalite.train.run_datasets import build_data
+from megalite.train.run_context import build_data, resolve_run
 from megalite.utils.errors import UserError
 from tests.live_ranks import run_ranks
 

@@ -20,7 +20,7 @@ from megalite.config.presets import PRESETS
 from megalite.distributed.local_ranks import forked_with_torch
 from megalite.distributed.rendezvous import Launch
 from megalite.distributed.topology import Topology
-from megalite.train.health import watchdog
+from megalite.train.callbacks import watchdog
 from megalite.train.trainer import Trainer, start_trainer
 
 NUM_RANKS = 4

@@ -13,7 +13,9 @@ import torch
 from megalite.config import Config, DataConfig, LoggingConfig, ParallelConfig, TrainingConfig
 from megalite.config.presets import PRESETS
 from megalite.distributed.topology import Topology
-from megalite.train.health.straggler import straggler_log
+from megalite.train.callbacks.straggler import Stragglers
+from megalite.train.loop import TrainingLoop
+from megalite.train.stopping import RequeueNote, StopConditions, StopSignals
 from megalite.train.trainer import start_trainer
 from megalite.utils.log import log
 from tests.live_ranks import run_ranks
@@ -22,7 +24,7 @@ NUM_ITERATIONS = 2
 CONFIG = Config(
     model=replace(PRESETS["gpt-tiny"], num_layers=2, vocab_size=256, seq_length=16),
     data=DataConfig(mock_data=True),
-    training=TrainingConfig(global_batch_size=2, train_iters=100, eval_iters=0),
+    training=TrainingConfig(global_batch_size=2, train_iters=NUM_ITERATIONS, eval_iters=0),
     logging=LoggingConfig(log_straggler_interval=NUM_ITERATIONS),
 )
 EXTRA_SECONDS = 0.05
@@ -37,10 +39,8 @@ def _lines(topology: Topology, config: Config, slow: int) -> list[str]:
     with start_trainer(config, topology) as trainer:
         if topology.rank == slow:
             trainer.chunks[0].register_forward_pre_hook(_compute)
-        straggler = straggler_log(config.logging, topology)
-        for number in range(1, NUM_ITERATIONS + 1):
-            with straggler.iteration(number):
-                trainer.step()
+        stop_conditions = StopConditions(config.training, topology, StopSignals(RequeueNote(None)))
+        TrainingLoop(trainer, stop_conditions, [Stragglers()]).run()
         return lines
 
 

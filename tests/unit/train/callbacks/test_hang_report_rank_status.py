@@ -23,8 +23,13 @@ from megalite.distributed.axis import (
 from megalite.distributed.collectives import Pending
 from megalite.distributed.topology import Topology
 from megalite.pipeline.schedules import Action, ActionKind
-from megalite.train.health.hang_report import in_debugger, main_stack
-from megalite.train.health.status_store import awaited_ranks, describe, may_take_any_time
+from megalite.train.callbacks.hang_report import (
+    awaited_ranks,
+    describe,
+    in_debugger,
+    main_stack,
+    may_take_any_time,
+)
 
 RANKS_OF = {"pp": (0, 2), "dp": (0,), "tp": (0, 1), "world": (0, 1, 2, 3)}
 BACKWARD = Action(ActionKind.BACKWARD, 3, 1)

@@ -1,1 +1,0 @@
-"""Find ranks that hang or are slow."""
