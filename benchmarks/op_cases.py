@@ -18,8 +18,7 @@ from megalite.distributed.axis import Axis
 from megalite.kernels import activations, cross_entropy, dropout_add, norm, rotary, token_rows
 from megalite.kernels.dropout import reference as dropout_reference
 from megalite.kernels.library import is_eager
-from megalite.model.delta_rule import gated_delta_rule
-from megalite.model.state_space import scan
+from megalite.model.chunked_recurrence import chunked_recurrence
 from megalite.tensor_parallel.vocab_parallel import vocab_parallel_cross_entropy
 
 P, KEY, EPSILON = 0.1, kernels.site_key(1, "benchmark"), 1e-5
@@ -249,11 +248,8 @@ def _recurrence(
         return kernels.recurrence(q, k, v, -rate, rate, is_delta=is_delta)[0]
 
     def chunks(v: Tensor, q: Tensor, k: Tensor, step: Tensor) -> Tensor:
-        if not is_delta:
-            return scan(v, step, -step.new_ones(groups, sharers), k, q)[0]
-        q, k = q.permute(1, 2, 0, 3).float(), k.permute(1, 2, 0, 3).float()
-        rate = _heads_first(step)
-        return gated_delta_rule(q, k, _heads_first(v).float(), -rate, rate)[0]
+        q, k, v, rate = q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), _heads_first(v), _heads_first(step)
+        return chunked_recurrence(q, k, v, -rate, rate, is_delta=is_delta)[0]
 
     def backward(grad: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         with torch.enable_grad():

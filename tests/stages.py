@@ -10,7 +10,7 @@ from megalite.attention.core import StageCore
 from megalite.config import ModelConfig, RecomputeConfig
 from megalite.distributed.topology import Topology
 from megalite.model.activation_offload import ActivationOffload, apply_offload
-from megalite.model.architectures import STAGES
+from megalite.model.bert_stage import STAGES
 from megalite.model.recompute import apply_recompute
 from megalite.model.stage import DTYPES
 from megalite.tensor_parallel.parameter_spec import LayerContext

@@ -1,4 +1,4 @@
-// Counter-based normal numbers on the CPU; see megalite/kernels/normal.py.
+// Counter-based normal numbers on the CPU; see megalite/kernels/philox.py.
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>

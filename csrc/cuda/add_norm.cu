@@ -1,5 +1,5 @@
 // The sum that ends a block of the transformer and the norm that begins the next one, on a GPU; see
-// megalite/kernels/add_norm.py. A block holds its row in registers; longer rows use two kernels.
+// megalite/kernels/norm.py. A block holds its row in registers; longer rows use two kernels.
 #include "dropout_add.cuh"
 #include "norm.cuh"
 #include "rows.cuh"

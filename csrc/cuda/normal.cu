@@ -1,4 +1,4 @@
-// Counter-based normal numbers on a GPU; see megalite/kernels/normal.py.
+// Counter-based normal numbers on a GPU; see megalite/kernels/philox.py.
 #include <algorithm>
 
 #include "random.cuh"

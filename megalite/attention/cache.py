@@ -9,7 +9,7 @@ tokens after these, the last ones of the prompt and the new ones, and one rank a
 and values. A query of such a token attends to the keys of each rank there, and the ranks merge the results.
 
 Shapes: s new tokens, l tokens so far including the new ones, of which the rank has keys, b sequences, n query
-heads, g' key/value heads of this rank, d head size, d' size of values, tp = tp.size, cp = cp.size.
+heads, g' key/value heads of this rank, d head size, d' size of values, tp = tp.size.
 """
 
 from __future__ import annotations
@@ -43,17 +43,26 @@ class CachedCore(StageCore):
     stage calls `position_info` once per piece, for all layers; it advances `length`.
 
     Attributes:
+        ranks: ranks that the cache is divided over. A rank's cache holds the keys of its slices of the first
+            piece, and then those of every token that comes as many tokens after the last one as there are
+            ranks.
         length: number of tokens in a sequence so far, l, including padding.
-        is_plain: whether scores are computed in plain PyTorch, for caps and sinks.
+        is_plain: whether scores are computed in plain PyTorch: PyTorch's attention has no caps and sinks, and
+            does not return the sums that ranks merge.
     """
 
     is_cached = True
 
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         super().__init__(config, context, {})
+        self.ranks, self.cap = context.topology.position_ranks, config.attn_logit_softcapping
         self.kernel = SdpaKernel(config, context)
-        self.cap = config.attn_logit_softcapping
         self.is_plain = self.cap is not None or config.softmax_type != "vanilla"
+        if self.ranks.size > 1:
+            assert context.ring is not None and context.head_ranks is None, "the first piece needs a ring"
+            self.is_plain = True
+            self.slopes = local_slopes(config, context)
+            self.ring_kernel = _ring_kernel(config, context)
         self.layers: dict[int, CachedLayer] = {}
         self.states: dict[int, RecurrentState] = {}
         self.begin(0)
@@ -62,16 +71,20 @@ class CachedCore(StageCore):
         """Return the core of one layer, with its keys and values: its own, or those of an earlier layer."""
         self.windows.setdefault(spec.window, [])
         source = layer if spec.key_source is None else spec.key_source
-        cached = CachedLatents if isinstance(spec, LatentSpec) else CachedLayer
-        return self.layers.setdefault(source, cached(self, spec.score_scale))
+        return self.layers.setdefault(source, CachedLayer(self, spec))
 
     def recurrent_state(self, layer: int) -> RecurrentState:
         """Return what a recurrent layer keeps between the pieces of a sequence."""
         return self.states.setdefault(layer, RecurrentState())
 
     def max_sliced_tokens(self, num_tokens: int) -> int:
-        """Return how many of the first tokens of sequences the ranks should read in slices: none."""
-        return 0
+        """Return how many of the first tokens of sequences ranks should read in slices, two for each rank.
+
+        At least one token remains, which all ranks read: they all get the hidden states that the next token
+        is sampled from.
+        """
+        step = 2 * self.ranks.size
+        return (num_tokens - 1) // step * step if self.ranks.size > 1 else 0
 
     def begin(self, capacity: int, padding: Tensor | None = None, num_sliced: int = 0) -> None:
         """Empty the cache for new sequences.
@@ -79,13 +92,13 @@ class CachedCore(StageCore):
         Args:
             capacity: largest number of tokens in a sequence, including padding.
             padding: int64 ``[b]``, number of padding tokens before each sequence; None without padding.
-            num_sliced: tokens of the first piece, if context-parallel ranks read it in slices; 0 if each
-                rank reads all pieces. `max_sliced_tokens` says how many they can be.
+            num_sliced: tokens of the first piece, if ranks read it in slices; 0 if each rank reads all
+                pieces. `max_sliced_tokens` says how many they can be.
         """
         self.capacity, self.length, self.num_sliced = capacity, 0, num_sliced
         self.padding = padding
         for layer in self.layers.values():
-            layer.forget()
+            layer.keys = layer.values = None
         for state in self.states.values():
             state.clear()
 
@@ -99,16 +112,28 @@ class CachedCore(StageCore):
                 layer.select(rows)
 
     def local_microbatch(self, microbatch: Microbatch) -> Microbatch:
-        """Return the part of the next piece that this rank reads: all of it."""
-        return microbatch
+        """Return the part of the next piece that this rank reads."""
+        if self.length >= self.num_sliced:
+            return microbatch
+        assert microbatch.tokens.shape[1] == self.num_sliced, (microbatch.tokens.shape, self.num_sliced)
+        return microbatch.cut(self.own_positions.ranges(self.num_sliced // self.ranks.size))
 
     def num_local_keys(self, num_tokens: int) -> int:
-        """Return how many of the first tokens of sequences have their keys on this rank: all of them."""
-        return num_tokens
+        """Return how many of the first tokens of sequences have their keys on this rank."""
+        later = range(self.num_sliced + self.ranks.rank, num_tokens, self.ranks.size)
+        return min(self.num_sliced, num_tokens) // self.ranks.size + len(later)
 
     def local_keys(self, x: Tensor) -> Tensor:
-        """Return what this rank holds of new keys or values ``[b, g', s, d]``: all of them."""
-        return x
+        """Return what this rank holds of new keys or values ``[b, g', s, d]``."""
+        if self._reads_slices:
+            return x
+        num_before = self.length - x.shape[2] - self.num_sliced  # tokens that all ranks have read
+        return x[:, :, (self.ranks.rank - num_before) % self.ranks.size :: self.ranks.size]
+
+    @property
+    def _reads_slices(self) -> bool:
+        """Return whether the newest piece is the first one, in slices: every other one makes it longer."""
+        return 0 < self.num_sliced == self.length
 
     def positions(self, num_sequences: int, num_tokens: int) -> Tensor:
         """Return the positions of the next tokens, ``[b, s]``: from 0 after the padding, and 0 in padding."""
@@ -120,33 +145,41 @@ class CachedCore(StageCore):
     def position_info(self, microbatch: Microbatch) -> PositionInfo:
         """Append the new tokens, and return their angles and the keys that they see.
 
-        The keys are a bias ``[b or 1, n/tp or 1, s, l]``, or causal if that suffices.
+        The keys of a first piece in slices are those of all ranks. For other pieces they are the rank's own,
+        as a bias ``[b or 1, n/tp or 1, s, l]``, or causal if that suffices.
         """
-        assert microbatch.position_ids is not None
-        num_tokens = microbatch.position_ids.shape[1]
-        first, self.length = self.length, self.length + num_tokens
+        ids, first = microbatch.position_ids, self.length
+        assert ids is not None
+        self.length = self.num_sliced if first < self.num_sliced else first + ids.shape[1]
         assert self.length <= self.capacity, (self.length, self.capacity)
-        device = self.context.device
-        # Causal from the start, or one token that sees all.
-        is_causal = not self.kernel.has_bias and self.padding is None and (first == 0 or num_tokens == 1)
-        is_causal &= not self.is_plain
-        visible = {}
-        for window in self.windows:
-            if is_causal and (window is None or self.length <= window + 1):
-                visible[window] = VisibleKeys()
-            else:
-                keys = self._after_padding().within(window, self.length, device)
-                bias = self.bias(keys, self.length, range(first, self.length))
-                visible[window] = VisibleKeys(bias=bias)
-        ids = microbatch.position_ids
+        new = range(first, self.length)
+        visible = {window: self._visible(window, new, len(ids)) for window in self.windows}
         angles = tuple(rotation.compute(ids) for rotation in self.rotations.values())
-        starts = self._starts(range(first, self.length)) if self.config.recurrences else None
-        factors = self.query_factors(num_tokens, ids)
-        return PositionInfo(visible, angles, factors, starts, is_replicated=True)
+        starts = self._starts(new) if self.config.recurrences else None
+        factors = self.query_factors(len(new), ids)
+        return PositionInfo(visible, angles, factors, starts, is_replicated=not self._reads_slices)
 
-    def bias(self, visible: VisibleKeys, s: int, queries: range) -> Tensor:
-        """Return the bias of these queries for the keys that this rank holds, ``[b or 1, n or 1, m, l]``."""
-        return self.kernel.bias(visible, s, queries)
+    def _visible(self, window: int | None, new: range, num_sequences: int) -> VisibleKeys:
+        """Return the keys that new tokens at these indices see, in layers with a window."""
+        # Causal from the start, or one token that sees all.
+        is_causal = not self.kernel.has_bias and self.padding is None and (new.start == 0 or len(new) == 1)
+        is_causal &= window is None or self.length <= window + 1
+        if is_causal and not self.is_plain:
+            return VisibleKeys()
+        keys = VisibleKeys()
+        if self.padding is not None:  # a token of the padding sees itself, so that no row is all -inf
+            positions = torch.arange(self.length, device=self.context.device)
+            keys = VisibleKeys(torch.minimum(self.padding[:, None], positions))
+        keys = keys.within(window, self.length, self.context.device)
+        if self._reads_slices:
+            return keys.expand(num_sequences)
+        bias = self.kernel.bias(keys, self.length, new)
+        if self.ranks.size > 1:
+            slices = self.own_positions.ranges(self.num_sliced // self.ranks.size)  # of the first piece
+            of_slices = (bias[..., run.start : run.stop] for run in slices)
+            later = bias[..., self.num_sliced + self.ranks.rank :: self.ranks.size]
+            bias = torch.cat((*of_slices, later), dim=-1)
+        return VisibleKeys(bias=bias)
 
     def _starts(self, new: range) -> Tensor | None:
         """Return where the sequences of new tokens start, counted from the first of these, ``[b, s]``.
@@ -158,72 +191,56 @@ class CachedCore(StageCore):
         positions = torch.arange(new.start, new.stop, device=self.context.device)
         return torch.minimum(self.padding[:, None], positions) - new.start
 
-    def _after_padding(self) -> VisibleKeys:
-        """Return the keys without padding; a token of the padding sees itself, so that no row is all -inf."""
-        if self.padding is None:
-            return VisibleKeys()
-        positions = torch.arange(self.length, device=self.context.device)
-        return VisibleKeys(torch.minimum(self.padding[:, None], positions))
-
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys, scale: float, sinks: Tensor | None
     ) -> Tensor:
-        """Map new queries ``[b, n/tp, s, d]`` to ``[b, n/tp, s, d']``.
+        """Map new queries ``[b, n/tp, s, d]`` to ``[b, n/tp, s, d']``, their attention to all ranks' keys.
 
         Args:
             k, v: all keys and values that this rank holds, ``[b, g', l, d]`` and ``[b, g', l, d']``.
             scale: factor of the products.
         """
-        if self.is_plain:
-            assert visible.bias is not None
-            out, log_sums = attention_and_sums(q, k, v, visible.bias, scale, self.cap)
-            if sinks is not None:
-                add_sinks_(out, log_sums, sinks)
-            return out.to(q.dtype)
-        return F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=visible.bias,
-            is_causal=visible.bias is None and q.shape[2] > 1,
-            scale=scale,
-            enable_gqa=q.shape[1] != k.shape[1],
-        )
+        if self._reads_slices:
+            softmax = CausalSoftmax(self.length, scale, self.slopes, visible, cap=self.cap)
+            held = slices_of_ranks(self.own_positions, self.length)
+            return differentiable(q, k, v, Ring(self.ranks, held, softmax, self.ring_kernel), sinks)
+        if not self.is_plain:
+            return F.scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                attn_mask=visible.bias,
+                is_causal=visible.bias is None and q.shape[2] > 1,
+                scale=scale,
+                enable_gqa=q.shape[1] != k.shape[1],
+            )
+        assert visible.bias is not None
+        out, log_sums = attention_and_sums(q, k, v, visible.bias, scale, self.cap)
+        if self.ranks.size > 1:
+            out, log_sums = _merged(out, log_sums, self.ranks)
+        if sinks is not None:
+            add_sinks_(out, log_sums, sinks)
+        return out.to(q.dtype)
 
 
 class CachedLayer(LayerCore):
     """Keys and values of one layer, ``[b, g', capacity, d]``; those of `CachedCore.length` are filled.
 
-    Keys are rotated. With context parallelism, they are those that the rank holds.
+    They are those that the rank holds, and keys are rotated. The keys of multi-latent attention are latents
+    and shared parts of keys, ``[b, 1, capacity, c + r]``; their first c elements, the latents, are its
+    values.
     """
 
-    def __init__(self, shared: CachedCore, scale: float) -> None:
+    def __init__(self, shared: CachedCore, spec: AttentionSpec) -> None:
         super().__init__(shared.config, shared.context, shared.kernel)
-        self.shared, self.scale = shared, scale
+        self.shared, self.scale = shared, spec.score_scale
+        self.holds_latents = isinstance(spec, LatentSpec)
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
 
-    def forget(self) -> None:
-        """Empty the cache."""
-        self.keys = self.values = None
-
     def select(self, rows: Tensor) -> None:
         """Keep these sequences, int64."""
-        assert self.keys is not None and self.values is not None
-        self.keys, self.values = self.keys[rows], self.values[rows]
-
-    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append the new keys and values ``[b, g', s, d]``, and return those that the rank holds."""
-        if self.keys is None or self.values is None:
-            self.keys, self.values = self.allocated(k), self.allocated(v)
-        new, held = self.shared.local_keys(k), self.shared.num_local_keys(self.shared.length)
-        places = slice(held - new.shape[2], held)
-        self.keys[:, :, places], self.values[:, :, places] = new, self.shared.local_keys(v)
-        return self.keys[:, :, :held], self.values[:, :, :held]
-
-    def allocated(self, x: Tensor) -> Tensor:
-        """Allocate space for all keys or values of sequences with new ones ``[b, g', s, d]``."""
-        return x.new_empty((*x.shape[:2], self.shared.num_local_keys(self.shared.capacity), x.shape[3]))
+        self.keys, self.values = (None if x is None else x[rows] for x in (self.keys, self.values))
 
     def __call__(
         self,
@@ -239,29 +256,20 @@ class CachedLayer(LayerCore):
         A layer that shares them with an earlier one writes them a second time. Dropout is ignored: the cache
         is not used in training.
         """
-        keys, values = self.append(k, v)
+        self.keys, keys = self._appended(self.keys, k)
+        values = keys[..., : v.shape[3]]
+        if not self.holds_latents:
+            self.values, values = self._appended(self.values, v)
         return self.shared.attend(q, keys, values, visible, self.scale, sinks)
 
-
-class CachedLatents(CachedLayer):
-    """Latents and shared parts of keys of one layer, ``[b, 1, capacity, c + r]``, as keys.
-
-    The latents, the first c elements, are also the values.
-    """
-
-    def select(self, rows: Tensor) -> None:
-        """Keep these sequences, int64."""
-        assert self.keys is not None
-        self.keys = self.keys[rows]
-
-    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append new keys ``[b, 1, s, c + r]``, and return those that the rank holds, and their values."""
-        if self.keys is None:
-            self.keys = self.allocated(k)
-        new, held = self.shared.local_keys(k), self.shared.num_local_keys(self.shared.length)
-        self.keys[:, :, held - new.shape[2] : held] = new
-        keys = self.keys[:, :, :held]
-        return keys, keys[..., : v.shape[3]]
+    def _appended(self, cache: Tensor | None, new: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a cache with new keys or values ``[b, g', s, d]``, and the part of it that is filled."""
+        shared, held = self.shared, self.shared.num_local_keys(self.shared.length)
+        if cache is None:
+            cache = new.new_empty((*new.shape[:2], shared.num_local_keys(shared.capacity), new.shape[3]))
+        new = shared.local_keys(new)
+        cache[:, :, held - new.shape[2] : held] = new
+        return cache, cache[:, :, :held]
 
 
 def attention_and_sums(
@@ -290,106 +298,14 @@ def attention_and_sums(
     return out.to(wide), log_sums
 
 
-class DividedCore(CachedCore):
-    """Caches like `CachedCore`, with 1/cp of the keys and values on each rank.
-
-    A rank's cache holds the keys of its slices of the first piece, and then those of every cp-th token.
-    """
-
-    def __init__(self, config: ModelConfig, context: LayerContext) -> None:
-        assert context.ring is not None and context.head_ranks is None, "the first piece needs a ring"
-        self.cp = context.cp
-        super().__init__(config, context)
-        self.is_plain = True  # `attend` merges sums, which torch's attention does not return
-        self.slopes = local_slopes(config, context)
-        self.ring_kernel = _ring_kernel(config, context)
-
-    def max_sliced_tokens(self, num_tokens: int) -> int:
-        """Return how many of the first tokens the ranks should read in slices: two slices for each rank.
-
-        At least one token remains, which all ranks read: they all get the hidden states that the next token
-        is sampled from.
-        """
-        step = 2 * self.cp.size
-        return (num_tokens - 1) // step * step
-
-    def local_microbatch(self, microbatch: Microbatch) -> Microbatch:
-        """Return the part of the next piece that this rank reads."""
-        if self.length >= self.num_sliced:
-            return microbatch
-        assert microbatch.tokens.shape[1] == self.num_sliced, (
-            microbatch.tokens.shape,
-            self.num_sliced,
-        )
-        return microbatch.cut(self.own_positions.ranges(self.num_sliced // self.cp.size))
-
-    def num_local_keys(self, num_tokens: int) -> int:
-        """Return how many of the first tokens of sequences have their keys on this rank."""
-        later = range(self.num_sliced + self.cp.rank, num_tokens, self.cp.size)
-        return min(self.num_sliced, num_tokens) // self.cp.size + len(later)
-
-    def local_keys(self, x: Tensor) -> Tensor:
-        """Return what this rank holds of new keys or values ``[b, g', s, d]``."""
-        if self._reads_slices:
-            return x
-        num_before = self.length - x.shape[2] - self.num_sliced  # tokens that all ranks have read
-        return x[:, :, (self.cp.rank - num_before) % self.cp.size :: self.cp.size]
-
-    @property
-    def _reads_slices(self) -> bool:
-        """Return whether the newest piece is the first one, in slices: every other one makes it longer."""
-        return 0 < self.num_sliced == self.length
-
-    def position_info(self, microbatch: Microbatch) -> PositionInfo:
-        """Append the new tokens, and return their angles and the keys that they see.
-
-        The keys of the first piece are those of all ranks. For later pieces they are the rank's own, as a
-        bias ``[b or 1, n/tp or 1, s, l]``.
-        """
-        if self.length >= self.num_sliced:
-            return super().position_info(microbatch)
-        ids, s, device = microbatch.position_ids, self.num_sliced, self.context.device
-        assert ids is not None
-        self.length = s
-        whole = self._after_padding()
-        visible = {window: whole.within(window, s, device).expand(len(ids)) for window in self.windows}
-        angles = tuple(rotation.compute(ids) for rotation in self.rotations.values())
-        starts = self._starts(range(s)) if self.config.recurrences else None
-        return PositionInfo(visible, angles, self.query_factors(s, ids), starts)
-
-    def bias(self, visible: VisibleKeys, s: int, queries: range) -> Tensor:
-        """Return the bias of these queries for the keys that this rank holds, ``[b or 1, n or 1, m, l]``."""
-        slices = self.own_positions.ranges(
-            self.num_sliced // self.cp.size
-        )  # none if the first piece has none
-        bias = super().bias(visible, s, queries)
-        of_slices = (bias[..., run.start : run.stop] for run in slices)
-        return torch.cat((*of_slices, bias[..., self.num_sliced + self.cp.rank :: self.cp.size]), dim=-1)
-
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys, scale: float, sinks: Tensor | None
-    ) -> Tensor:
-        """Map new queries to their attention to the keys of all ranks; see `CachedCore.attend`."""
-        if self._reads_slices:
-            softmax = CausalSoftmax(self.length, scale, self.slopes, visible, cap=self.cap)
-            held = slices_of_ranks(self.own_positions, self.length)
-            return differentiable(q, k, v, Ring(self.cp, held, softmax, self.ring_kernel), sinks)
-        assert visible.bias is not None
-        own = attention_and_sums(q, k, v, visible.bias, scale, self.cap)
-        out, log_sums = _merged(*own, self.cp)
-        if sinks is not None:
-            add_sinks_(out, log_sums, sinks)
-        return out.to(q.dtype)
-
-
-def _merged(out: Tensor, log_sums: Tensor, cp: Axis) -> tuple[Tensor, Tensor]:
+def _merged(out: Tensor, log_sums: Tensor, ranks: Axis) -> tuple[Tensor, Tensor]:
     """Return attention to the keys of all ranks from that to each rank's; every rank returns the same bits.
 
     Args:
         out, log_sums: results of `attention_and_sums`.
     """
     packed = torch.cat((out, log_sums.unsqueeze(-1)), dim=-1)[None]  # [1, b, n, s, d' + 1]
-    first, *others = start_all_gather(packed, cp, of="attention to the keys of each rank").wait()
+    first, *others = start_all_gather(packed, ranks, of="attention to the keys of each rank").wait()
     whole, sums = first[..., :-1].clone(), first[..., -1].clone()
     for other in others:
         merge_(whole, sums, other[..., :-1], other[..., -1])
@@ -401,8 +317,3 @@ def _ring_kernel(config: ModelConfig, context: LayerContext) -> BlockKernel:
     if config.multi_latent_attention:  # the latents of a head are too wide for the other kernels
         return PlainKernel(config, context)
     return fastest_kernel(config, replace(context, has_documents=True))
-
-
-def build_cache(config: ModelConfig, context: LayerContext) -> CachedCore:
-    """Build the attention core of a stage that generates text."""
-    return (CachedCore if context.cp.size == 1 else DividedCore)(config, context)

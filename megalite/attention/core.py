@@ -1,7 +1,7 @@
 """The attention core of a stage: what its layers share, and attention of one layer over a kernel.
 
 Shapes: s sequence, b microbatch, n query heads of this rank, g' its key/value heads, d head size. With
-all-gathered keys of context parallelism, there are m = s/cp queries, and m = s otherwise.
+all-gathered keys, the m queries are those of this rank's tokens, and m = s otherwise.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class LayerCore:
     ) -> Tensor:
         """Map ``[b, n, m, d]``, ``[b, g', s, d]`` and ``[b, g', s, d']`` to ``[b, n, m, d']``.
 
-        In a ring, there are s/cp keys and values: the rank's own.
+        In a ring, the keys and values are those of the rank's tokens.
 
         Args:
             visible: keys that each query sees, from `PositionInfo`.
@@ -143,7 +143,8 @@ def _attend_in_ring(
     s, assignments = k.shape[2] * ring.size, softmax.visible.assignments
     softmax = softmax._replace(seq_length=s)
     if assignments is None:
-        own = core.context.topology.positions.group_positions(core.context.cp.size // ring.size)
+        own = core.context.topology.positions
+        own = own.group_positions(own.count // ring.size)
         return differentiable(q, k, v, Ring(ring, slices_of_ranks(own, s), softmax, kernel), sinks)
     of_samples = []
     for i, held in enumerate(assignments):
@@ -228,7 +229,7 @@ class StageCore:
 
         Args:
             seq_length: tokens of a whole sample.
-            position_ids: of this rank's tokens, ``[b, s / cp]``; None for positions within the sample.
+            position_ids: of this rank's tokens; None for positions within the sample.
         """
         if self.query_scale is None:
             return None

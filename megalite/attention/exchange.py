@@ -4,29 +4,34 @@ A context-parallel rank computes queries, keys and values of its own tokens. Bef
 ranks all-gather keys and values (Llama Team 2024, section 3.3.2), or each rank exchanges heads for tokens
 (DeepSpeed-Ulysses, Jacobs et al. 2023). With ring attention, attention itself communicates (`ring`). With
 both, neighbouring ranks exchange heads for tokens, and each of them is in a ring with one rank of every other
-group of neighbours (Fang and Zhao 2024, arXiv 2405.07719). Each layer may have its own --cp-comm-type. A rank
+group of neighbours (Fang and Zhao 2024, arXiv 2405.07719). Each layer may reach keys in its own way. A rank
 holds the same tokens in all layers: two slices in zigzag order, unless all of them have a2a.
 
 A recurrence needs the tokens of a sample one after another: ranks exchange tokens for heads before it, and
 back after it, however attention reaches keys (`HeadExchange`).
 
-Shapes: s sequence, b microbatch, n query heads, g key/value heads, d head size, cp = cp.size. All heads are
+Shapes: s sequence, b microbatch, n query heads, g key/value heads, d head size, p ranks. All heads are
 those of one tensor-parallel rank. Values may have heads of another size. If neighbours exchange heads, s is
-the number of tokens that they hold together, and cp their number. Functions that return all of s tokens order
+the number of tokens that they hold together, and p their number. Functions that return all of s tokens order
 them by position.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megalite.attention.positions import PositionInfo
 from megalite.distributed.axis import Axis
-from megalite.distributed.collectives import all_gather_from, all_to_all, gather_from_sequence_parallel
+from megalite.distributed.collectives import (
+    all_gather_from,
+    all_to_all,
+    gather_from_sequence_parallel,
+    with_conjugate,
+)
 from megalite.distributed.held_positions import HeldPositions
 from megalite.kernels.packed_heads import Heads
 from megalite.tensor_parallel.parameter_spec import LayerContext
@@ -45,26 +50,18 @@ class KeyRanks(NamedTuple):
     @staticmethod
     def of(context: LayerContext) -> KeyRanks:
         """Return the ranks of a layer: those that exchange heads with each other, or all."""
-        axis = context.head_ranks or context.cp
-        return KeyRanks(axis, _order_of_ranks(axis, context.topology.positions.is_zigzag))
-
-
-def _order_of_ranks(cp: Axis, is_zigzag: bool) -> HeldPositions:
-    """Return the positions of a rank's tokens among those that the ranks hold together.
-
-    In a sample in zigzag order, the first slices of neighbours follow each other, and their last ones follow
-    in reverse.
-    """
-    return HeldPositions(cp.rank, cp.size, is_zigzag)
+        axis = context.head_ranks or context.topology.position_ranks
+        # In zigzag order, the first slices of neighbours follow each other, and their last ones in reverse.
+        return KeyRanks(axis, HeldPositions(axis.rank, axis.size, context.topology.positions.is_zigzag))
 
 
 class KeyAccess(NamedTuple):
     """Ways of queries to the keys of other ranks; both functions undo each other.
 
     Attributes:
-        enter: maps queries ``[s/cp, b, n, d]``, and keys and values ``[s/cp, b, g, d]``, to the arguments of
+        enter: maps queries ``[s/p, b, n, d]``, and keys and values ``[s/p, b, g, d]``, to the arguments of
             the attention core.
-        leave: maps the core's output to ``[s/cp, b, n, d]``.
+        leave: maps the core's output to ``[s/p, b, n, d]``.
     """
 
     enter: Callable[[Tensor, Tensor, Tensor, KeyRanks], Heads]
@@ -84,42 +81,42 @@ def gather_keys(q: Tensor, k: Tensor, v: Tensor, ranks: KeyRanks) -> Heads:
 
 
 def exchange_tokens_for_heads(q: Tensor, k: Tensor, v: Tensor, ranks: KeyRanks) -> Heads:
-    """Return all tokens of a part of the heads: ``[s, b, n/cp, d]``, and twice ``[s, b, max(1, g/cp), d]``.
+    """Return all tokens of a part of the heads: ``[s, b, n/p, d]``, and twice ``[s, b, max(1, g/p), d]``.
 
     Several ranks get a copy of a key/value head if there are fewer of them than ranks.
     """
-    cp = ranks.axis
-    if cp.size == 1:
+    axis = ranks.axis
+    if axis.size == 1:
         return q, k, v
     if q.shape[2] == k.shape[2]:
-        whole = all_tokens_of_heads(torch.cat((q, k, v), dim=3), cp)
+        whole = all_tokens_of_heads(torch.cat((q, k, v), dim=3), axis)
         sizes, dim = [x.shape[3] for x in (q, k, v)], 3
     else:
-        copies = max(1, cp.size // k.shape[2])
+        copies = max(1, axis.size // k.shape[2])
         heads = q, *(x.repeat_interleave(copies, dim=2) if copies > 1 else x for x in (k, v))
-        parts = [x.unflatten(2, (cp.size, -1)) for x in heads]  # [s/cp, b, cp, n/cp, d]
-        whole = all_tokens_of_heads(torch.cat(parts, dim=3).flatten(2, 3), cp)
+        parts = [x.unflatten(2, (axis.size, -1)) for x in heads]  # [s/p, b, p, n/p, d]
+        whole = all_tokens_of_heads(torch.cat(parts, dim=3).flatten(2, 3), axis)
         sizes, dim = [part.shape[3] for part in parts], 2
     q, k, v = ranks.order.in_position_order(whole).split(sizes, dim)
     return q, k, v
 
 
 def return_heads_for_tokens(y: Tensor, ranks: KeyRanks) -> Tensor:
-    """Return the rank's tokens of all heads: ``[s, b, n/cp, d]`` to ``[s/cp, b, n, d]``."""
+    """Return the rank's tokens of all heads: ``[s, b, n/p, d]`` to ``[s/p, b, n, d]``."""
     return exchange_heads_for_tokens(ranks.order.in_rank_order(y), ranks.axis)
 
 
-def all_tokens_of_heads(x: Tensor, cp: Axis) -> Tensor:
-    """Return all tokens of a part of the heads: ``[s/cp, b, n, d]`` to ``[s, b, n/cp, d]``.
+def all_tokens_of_heads(x: Tensor, axis: Axis) -> Tensor:
+    """Return all tokens of a part of the heads: ``[s/p, b, n, d]`` to ``[s, b, n/p, d]``.
 
     They are in the order of the ranks that held them.
     """
-    return x if cp.size == 1 else _ToHeads.apply(x, cp)
+    return with_conjugate(x, axis, _to_heads, _to_tokens)
 
 
-def exchange_heads_for_tokens(y: Tensor, cp: Axis) -> Tensor:
-    """Undo `all_tokens_of_heads`: ``[s, b, n/cp, d]`` to ``[s/cp, b, n, d]``."""
-    return y if cp.size == 1 else _ToTokens.apply(y, cp)
+def exchange_heads_for_tokens(y: Tensor, axis: Axis) -> Tensor:
+    """Undo `all_tokens_of_heads`: ``[s, b, n/p, d]`` to ``[s/p, b, n, d]``."""
+    return with_conjugate(y, axis, _to_tokens, _to_heads)
 
 
 KEY_ACCESS: Mapping[str, KeyAccess] = {
@@ -127,45 +124,23 @@ KEY_ACCESS: Mapping[str, KeyAccess] = {
     "p2p": KeyAccess(lambda q, k, v, ranks: (q, k, v), lambda y, ranks: y),
     **dict.fromkeys(("a2a", "a2a+p2p"), KeyAccess(exchange_tokens_for_heads, return_heads_for_tokens)),
 }
-"""Access to the keys of other ranks, by --cp-comm-type."""
+"""Access to the keys of other ranks, by communication type."""
 
 
-def _exchanged(x: Tensor, cp: Axis) -> Tensor:
-    """Send ``x[i]`` of ``[cp, ...]`` to rank i, and return what the ranks sent, in their order."""
-    sizes = [x.numel() // cp.size] * cp.size
-    return all_to_all(x.contiguous().view(-1), sizes, sizes, cp).view(x.shape)
+def _exchanged(x: Tensor, axis: Axis) -> Tensor:
+    """Send ``x[i]`` of ``[p, ...]`` to rank i, and return what the ranks sent, in their order."""
+    sizes = [x.numel() // axis.size] * axis.size
+    return all_to_all(x.contiguous().view(-1), sizes, sizes, axis).view(x.shape)
 
 
-def _to_heads(x: Tensor, cp: Axis) -> Tensor:
-    """Map ``[s/cp, b, n, d]`` to ``[s, b, n/cp, d]``."""
-    return _exchanged(x.unflatten(2, (cp.size, -1)).movedim(2, 0), cp).flatten(0, 1)
+def _to_heads(x: Tensor, axis: Axis) -> Tensor:
+    """Map ``[s/p, b, n, d]`` to ``[s, b, n/p, d]``."""
+    return _exchanged(x.unflatten(2, (axis.size, -1)).movedim(2, 0), axis).flatten(0, 1)
 
 
-def _to_tokens(x: Tensor, cp: Axis) -> Tensor:
-    """Map ``[s, b, n/cp, d]`` to ``[s/cp, b, n, d]``."""
-    return _exchanged(x.unflatten(0, (cp.size, -1)), cp).movedim(0, 2).flatten(2, 3)
-
-
-class _ToHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cp: Axis) -> Tensor:
-        ctx.cp = cp
-        return _to_heads(x, cp)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _to_tokens(grads[0], ctx.cp), None
-
-
-class _ToTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cp: Axis) -> Tensor:
-        ctx.cp = cp
-        return _to_tokens(x, cp)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _to_heads(grads[0], ctx.cp), None
+def _to_tokens(x: Tensor, axis: Axis) -> Tensor:
+    """Map ``[s, b, n/p, d]`` to ``[s/p, b, n, d]``."""
+    return _exchanged(x.unflatten(0, (axis.size, -1)), axis).movedim(0, 2).flatten(2, 3)
 
 
 class HeadExchange:
@@ -180,36 +155,36 @@ class HeadExchange:
     """
 
     def __init__(self, context: LayerContext) -> None:
-        self.cp, self.positions = context.cp, context.topology.positions
+        self.ranks, self.positions = context.topology.position_ranks, context.topology.positions
 
     def to_heads(self, x: Tensor, positions: PositionInfo) -> Tensor:
-        """Return all tokens of the rank's heads: ``[s/cp, b, c]`` to ``[s, b, c/cp]``.
+        """Return all tokens of the rank's heads: ``[s/p, b, c]`` to ``[s, b, c/p]``.
 
         If every rank has all tokens, ``[s, b, c]``, it selects its heads.
         """
-        if self.cp.size == 1:
+        if self.ranks.size == 1:
             return x
         if positions.is_replicated:
-            return x.chunk(self.cp.size, dim=-1)[self.cp.rank]
-        heads = x.unflatten(-1, (self.cp.size, -1))  # [s/cp, b, cp, c/cp]
-        tokens = all_tokens_of_heads(heads, self.cp).flatten(2)
+            return x.chunk(self.ranks.size, dim=-1)[self.ranks.rank]
+        heads = x.unflatten(-1, (self.ranks.size, -1))  # [s/p, b, p, c/p]
+        tokens = all_tokens_of_heads(heads, self.ranks).flatten(2)
         if positions.rank_order is None:
             return self.positions.in_position_order(tokens)
         return _rows(tokens, positions.rank_order.argsort(dim=0))
 
     def to_tokens(self, y: Tensor, positions: PositionInfo) -> Tensor:
-        """Return all heads of the rank's tokens: ``[s, b, c/cp]`` to ``[s/cp, b, c]``, or all tokens."""
-        if self.cp.size == 1:
+        """Return all heads of the rank's tokens: ``[s, b, c/p]`` to ``[s/p, b, c]``, or all tokens."""
+        if self.ranks.size == 1:
             return y
         if positions.is_replicated:
-            return all_gather_from(y, self.cp)
+            return all_gather_from(y, self.ranks)
         order = positions.rank_order
         tokens = self.positions.in_rank_order(y) if order is None else _rows(y, order)
-        return exchange_heads_for_tokens(tokens.unsqueeze(2), self.cp).flatten(2)
+        return exchange_heads_for_tokens(tokens.unsqueeze(2), self.ranks).flatten(2)
 
     def own(self, parameter: Tensor) -> Tensor:
         """Return the part of a parameter that belongs to the rank's heads, which dim 0 lists in order."""
-        return parameter if self.cp.size == 1 else parameter.chunk(self.cp.size)[self.cp.rank]
+        return parameter if self.ranks.size == 1 else parameter.chunk(self.ranks.size)[self.ranks.rank]
 
 
 def _rows(x: Tensor, order: Tensor) -> Tensor:

@@ -1,26 +1,322 @@
-"""The kernel in plain PyTorch: all queries block by block (`blockwise`), or one block of queries and keys.
+"""The kernel in plain PyTorch: a GEMM, our softmax, a GEMM, block by block of queries.
 
-A block's scores are in memory together, as far as `Blocking.num_bytes` allows.
+Backward keeps queries, keys, values and one number per query. It recomputes scores and weights block by
+block (Dao et al. 2022, section 3.1), and the dropout mask from its counter. Memory is linear in the sequence
+length. Causal attention skips the keys after a block's queries, and with a window the keys before.
 
-Shapes: b microbatch, n query heads, g key/value heads, r = n/g, m queries and e keys of a block, d head size.
+Graphs of torch.compile call it as one operator, without tracing into it: its blocks would be hundreds of
+nodes, and none of them would be fused.
+
+Shapes: s sequence, b microbatch, n query heads of this rank, g its key/value heads, r = n/g, d head size. A
+tile has c pairs of a sample and a key/value head. A block has m queries and e consecutive keys, which contain
+all keys that these queries see.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megalite.attention.algebra import LEAST, Block, MergedAttention, attend_slices, differentiable
-from megalite.attention.blockwise import Blocking, attend, attend_backward, traced_attend
 from megalite.attention.kernels import BlockKernel
 from megalite.config import ModelConfig
-from megalite.kernels import CausalSoftmax
+from megalite.kernels import CausalSoftmax, Drop, VisibleKeys, add_sinks_, sinks_gradient
 from megalite.kernels.dropout import dropout
-from megalite.kernels.packed_heads import gradients_of
+from megalite.kernels.dropout_add import key_from_tensor
+from megalite.kernels.flash_attention import empty_results
+from megalite.kernels.library import define
+from megalite.kernels.packed_heads import empty_gradients, gradients_of
 from megalite.tensor_parallel.parameter_spec import LayerContext
+
+_MIN_QUERIES = 32  # per block; with fewer, the calls cost more than they save
+
+
+class Blocking(NamedTuple):
+    """Limits of the sizes of blocks and tiles of attention.
+
+    Attributes:
+        num_queries: largest number of queries in a block; short sequences have two blocks to skip keys too.
+        num_bytes: largest number of bytes in a tile's block of scores.
+    """
+
+    num_queries: int
+    num_bytes: int
+
+    @staticmethod
+    def for_device(device: torch.device, dtype: torch.dtype) -> Blocking:
+        """Return the sizes for a device. On a CPU, scores stay in the caches; GPUs were not measured."""
+        if device.type == "cpu":
+            return Blocking(512 // dtype.itemsize, 2 << 20)
+        return Blocking(1024, 1 << 28)
+
+    def blocks(self, seq_length: int) -> Iterator[tuple[int, int]]:
+        """Yield the range of queries in each block, ``first <= query < last``."""
+        step = self.step(seq_length)
+        for first in range(0, seq_length, step):
+            yield first, min(first + step, seq_length)
+
+    def step(self, seq_length: int) -> int:
+        """Return the number of queries in each block; the last block may have fewer."""
+        return min(self.num_queries, max(_MIN_QUERIES, -(-seq_length // 2)))
+
+    def tiles(self, q: Tensor, k: Tensor) -> Iterator[Tile]:
+        """Yield the samples and heads to compute together: all, or some heads of one sample."""
+        num_samples, num_heads, num_queries, _ = q.shape
+        num_groups, num_keys = k.shape[1:3]
+        shared = num_heads // num_groups
+        of_one = shared * self.step(num_queries) * num_keys * q.element_size()
+        if num_samples * num_groups * of_one <= self.num_bytes:
+            yield Tile(slice(0, num_samples), slice(0, num_groups), shared)
+            return
+        step = max(1, self.num_bytes // of_one)
+        for sample in range(num_samples):
+            for group in range(0, num_groups, step):
+                yield Tile(slice(sample, sample + 1), slice(group, min(group + step, num_groups)), shared)
+
+    def parts(self, block: Block, num_samples_and_heads: int, itemsize: int) -> Iterator[Block]:
+        """Yield parts of the queries whose scores stay within `num_bytes`, with all keys."""
+        most = self.num_bytes // max(1, num_samples_and_heads * len(block.keys) * itemsize)
+        step = max(32, min(most, -(-len(block.queries) // 2)))
+        for first in range(block.queries.start, block.queries.stop, step):
+            yield Block(range(first, min(first + step, block.queries.stop)), block.keys)
+
+
+class Tile(NamedTuple):
+    """Selects samples and key/value heads, with the query heads that share them.
+
+    Attributes:
+        shared: number of query heads per key/value head, r.
+    """
+
+    samples: slice
+    groups: slice
+    shared: int
+
+    @property
+    def heads(self) -> slice:
+        """Return the query heads."""
+        return slice(self.groups.start * self.shared, self.groups.stop * self.shared)
+
+    def keys(self, x: Tensor) -> Tensor:
+        """Copy ``[b, g, s, d]`` to ``[c, s, d]``, contiguous: GEMMs of strided tensors are slower."""
+        return x[self.samples, self.groups].flatten(0, 1).contiguous()
+
+    def queries(self, x: Tensor, first: int, last: int) -> Tensor:
+        """Copy a block of ``[b, n, s, d]`` to ``[c, r m, d]``: heads that share keys form one matrix."""
+        rows = x[self.samples, self.heads, first:last].unflatten(1, (-1, self.shared))  # [b', g', r, m, d]
+        return rows.reshape(-1, self.shared * (last - first), x.shape[-1])
+
+    def put_queries(self, x: Tensor, first: int, last: int, rows: Tensor) -> None:
+        """Write a block's ``[c, r m, d]`` into ``[b, n, s, d]``."""
+        out = x[self.samples, self.heads, first:last]
+        out.copy_(rows.view(out.shape))
+
+    def put_keys(self, x: Tensor, columns: Tensor) -> None:
+        """Write a tile's ``[c, d, s]`` into ``[b, g, s, d]``."""
+        out = x[self.samples, self.groups]
+        out.copy_(columns.transpose(1, 2).view(out.shape))
+
+    def scores(self, x: Tensor, num_queries: int) -> Tensor:
+        """View ``[c, r m, e]`` as the tile's ``[b', n', m, e]``, the softmax's layout."""
+        num_samples = self.samples.stop - self.samples.start
+        return x.view(num_samples, -1, num_queries, x.shape[-1])
+
+
+def _query_scale(dtype: torch.dtype, scale: float) -> float:
+    """Return the part of the scale by which queries are multiplied before the GEMM.
+
+    In fp16 the unscaled scores would overflow. A power of two does not round.
+    """
+    return 2.0 ** math.floor(math.log2(scale)) if dtype == torch.float16 else 1.0
+
+
+def _times(x: Tensor, factor: float) -> Tensor:
+    return x if factor == 1.0 else x * factor
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax: CausalSoftmax,
+    blocking: Blocking,
+    largest: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute attention.
+
+    Args:
+        q: ``[b, n, s', d]``: s' queries from position `softmax.visible.first` on.
+        k, v: ``[b, g, s, d]`` and ``[b, g, s, d']``.
+        largest: largest scaled score of each head so far, ``[n]``, which is raised in place; None to skip it.
+
+    Returns:
+        The output ``[b, n, s', d']`` and, for backward, the logarithm of each query's sum of exponentials,
+        ``[b, n, s']``.
+    """
+    out, sums = empty_results(q, v)
+    factor = _query_scale(q.dtype, softmax.scale)
+    softmax = softmax._replace(scale=softmax.scale / factor)
+    offset = softmax.visible.first
+    for tile in blocking.tiles(q, k):
+        keys, values = tile.keys(k).transpose(1, 2), tile.keys(v)
+        part = softmax.part(tile.samples, tile.heads)
+        for first, last in blocking.blocks(q.shape[2]):
+            queries = _times(tile.queries(q, first, last), factor)
+            seen = softmax.visible.key_slice(offset + first, offset + last, k.shape[2])
+            scores = queries @ keys[:, :, seen]  # [c, r m, e]
+            block = tile.scores(scores, last - first)
+            if largest is not None:
+                _raise_largest(largest[tile.heads], block, part, offset + first, seen.start)
+            log_sums = part.weights_(block, offset + first, seen.start)
+            sums[tile.samples, tile.heads, first:last] = log_sums
+            tile.put_queries(out, first, last, scores @ values[:, seen])
+    return out, sums
+
+
+def _raise_largest(
+    largest: Tensor, scores: Tensor, softmax: CausalSoftmax, first: int, first_key: int
+) -> None:
+    """Raise the largest scaled scores, ``[n]``, to those of a block's visible keys, ``[b, n, m, e]``."""
+    num_queries, num_keys = scores.shape[2:]
+    queries, keys = range(first, first + num_queries), range(first_key, first_key + num_keys)
+    hidden = softmax.visible.hidden(queries, keys, scores.device)  # [b or 1, m, e]
+    of_block = scores.masked_fill(hidden[:, None], -torch.inf).amax((0, 2, 3))
+    torch.maximum(largest, of_block.to(largest.dtype) * softmax.scale, out=largest)
+
+
+def attend_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sums: Tensor,
+    softmax: CausalSoftmax,
+    blocking: Blocking,
+) -> list[Tensor]:
+    """Compute the gradients of queries, keys and values from the output's gradient; `sums` is `attend`'s.
+
+    They are returned as `empty_gradients` allocates them.
+    """
+    results = empty_gradients(q, k, v)
+    grad_q, grad_k, grad_v = gradients_of(results)
+    factor = _query_scale(q.dtype, softmax.scale)
+    softmax = softmax._replace(scale=softmax.scale / factor)
+    offset = softmax.visible.first
+    for tile in blocking.tiles(q, k):
+        part = softmax.part(tile.samples, tile.heads)
+        keys, values = tile.keys(k), tile.keys(v)
+        # Transposed tensors make the GEMMs faster. Sums over blocks of queries are in fp32 or fp64.
+        sum_k, sum_v = (x.new_zeros(x.mT.shape, dtype=sums.dtype) for x in (keys, values))
+        for first, last in blocking.blocks(q.shape[2]):
+            queries = _times(tile.queries(q, first, last), factor)
+            row_grads = tile.queries(grad, first, last)
+            seen = softmax.visible.key_slice(offset + first, offset + last, k.shape[2])
+            scores = queries @ keys.transpose(1, 2)[:, :, seen]  # [c, r m, e]
+            weight_grads = row_grads @ values.transpose(1, 2)[:, :, seen]
+            log_sums = sums[tile.samples, tile.heads, first:last].contiguous()
+            block = tile.scores(scores, last - first), tile.scores(weight_grads, last - first)
+            part.backward_(*block, log_sums, offset + first, seen.start)
+            weights, score_grads = scores, weight_grads  # overwritten in place
+            sum_v[:, :, seen] += row_grads.transpose(1, 2) @ weights
+            sum_k[:, :, seen] += queries.transpose(1, 2) @ score_grads
+            tile.put_queries(grad_q, first, last, _times(score_grads @ keys[:, seen], factor))
+        tile.put_keys(grad_k, sum_k)
+        tile.put_keys(grad_v, sum_v)
+    return results
+
+
+def traced_attend(
+    q: Tensor, k: Tensor, v: Tensor, softmax: CausalSoftmax, blocking: Blocking, sinks: Tensor | None
+) -> Tensor:
+    """Compute `attend` with sinks ``[n]`` differentiably, with the dropout key in a tensor."""
+    _, scale, slopes, visible, drop, cap = softmax
+    starts, ends, window = visible[:3]
+    assert drop is not None and drop.key_tensor is not None
+    p, _, samples, base, key = drop
+    numbers = window, visible.first, scale, p, base, cap
+    out: Tensor = torch.ops.megalite.attention(
+        q, k, v, slopes, starts, ends, samples, key, *numbers, *blocking, sinks
+    )[0]
+    return out
+
+
+def _arguments(
+    k: Tensor,
+    slopes: Tensor | None,
+    starts: Tensor | None,
+    ends: Tensor | None,
+    samples: Tensor,
+    key: Tensor,
+    window: int | None,
+    first: int,
+    scale: float,
+    p: float,
+    base: int,
+    cap: float | None,
+    *blocking: int,
+) -> tuple[CausalSoftmax, Blocking]:
+    drop = Drop(p, key_from_tensor(key), samples, base)
+    visible = VisibleKeys(starts, ends, window, first=first)
+    return CausalSoftmax(k.shape[2], scale, slopes, visible, drop, cap), Blocking(*blocking)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    *arguments, sinks = rest
+    out, sums = attend(q, k, v, *_arguments(k, *arguments))
+    if sinks is not None:
+        add_sinks_(out, sums, sinks)
+    return out, sums
+
+
+def _gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, *rest: Any) -> list[Tensor]:
+    return attend_backward(grad, q, k, v, sums, *_arguments(k, *rest))
+
+
+def _fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return empty_results(q, v)
+
+
+def _fake_gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
+    return empty_gradients(q, k, v)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, slopes, starts, ends, samples, key, *ctx.numbers, sinks = inputs
+    ctx.set_materialize_grads(False)  # otherwise the second output's gradient would be a tensor of zeros
+    of_sinks = (None, None) if sinks is None else (output[0], sinks)
+    ctx.save_for_backward(*of_sinks, q, k, v, output[1], slopes, starts, ends, samples, key)
+
+
+def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    out, sinks, *saved = ctx.saved_tensors
+    grads = torch.ops.megalite.attention_backward(grad, *saved, *ctx.numbers)
+    of_sinks = sinks_gradient(grad, out, saved[3], sinks) if ctx.needs_input_grad[-1] else None
+    return *gradients_of(grads), *(None,) * 13, of_sinks
+
+
+_REST = (
+    "Tensor? slopes, Tensor? starts, Tensor? ends, Tensor samples, Tensor key, int? window, int first, "
+    "float scale, float p, int base, float? cap, int num_queries, int num_bytes"
+)
+
+define(
+    "attention",
+    f"(Tensor q, Tensor k, Tensor v, {_REST}, Tensor? sinks) -> (Tensor, Tensor)",
+    _forward,
+    _fake,
+    save=_save,
+    backward=_backward,
+)
+define(
+    "attention_backward",
+    f"(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor sums, {_REST}) -> Tensor[]",
+    _gradients,
+    _fake_gradients,
+)
 
 
 class _Blockwise(NamedTuple):

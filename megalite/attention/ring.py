@@ -8,8 +8,8 @@ that no query of the receiver sees are not sent: those after its queries, with a
 and with assigned documents those of other documents. In backward, they come again, and the gradients of keys
 and values go back to the rank that holds them.
 
-Shapes: s sequence, b microbatch, n query heads, g key/value heads, d head size, cp = ranks of the ring. All
-heads are those that one rank computes. Values may have heads of another size, d'.
+Shapes: s sequence, b microbatch, n query heads, g key/value heads, d head size. All heads are those that one
+rank computes. Values may have heads of another size, d'.
 """
 
 from __future__ import annotations

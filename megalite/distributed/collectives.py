@@ -23,7 +23,7 @@ caller calls `wait` on the result.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -50,7 +50,7 @@ def copy_to_tensor_parallel(x: Tensor, tp: Axis) -> Tensor:
         x: full, the same on every rank: an activation or a whole parameter.
         tp: `LayerContext.tp`.
     """
-    return x if tp.size == 1 else _Copy.apply(x, tp)
+    return with_conjugate(x, tp, _itself, _summed)
 
 
 def reduce_from_tensor_parallel(x: Tensor, tp: Axis, *, in_place: bool = False) -> Tensor:
@@ -80,7 +80,7 @@ def scatter_to_tensor_parallel(x: Tensor, tp: Axis) -> Tensor:
     Returns:
         ``[..., n/tp]``.
     """
-    return x if tp.size == 1 else _ScatterFeatures.apply(x, tp)
+    return with_conjugate(x, tp, _own_features, _gathered_features)
 
 
 def gather_from_tensor_parallel(x: Tensor, tp: Axis) -> Tensor:
@@ -96,7 +96,7 @@ def gather_from_tensor_parallel(x: Tensor, tp: Axis) -> Tensor:
     Returns:
         ``[..., n]``, in the order of the ranks' coordinates.
     """
-    return x if tp.size == 1 else _GatherFeatures.apply(x, tp)
+    return with_conjugate(x, tp, _gathered_features, _own_features)
 
 
 def all_gather_from(x: Tensor, tp: Axis) -> Tensor:
@@ -110,7 +110,7 @@ def all_gather_from(x: Tensor, tp: Axis) -> Tensor:
     Returns:
         ``[..., n]``, in the order of the ranks' coordinates.
     """
-    return x if tp.size == 1 else _AllGather.apply(x, tp)
+    return with_conjugate(x, tp, _gathered_features, _reduce_scattered_features)
 
 
 def scatter_to_sequence_parallel(x: Tensor, tp: Axis) -> Tensor:
@@ -124,7 +124,7 @@ def scatter_to_sequence_parallel(x: Tensor, tp: Axis) -> Tensor:
     Returns:
         ``[s/tp, ...]``.
     """
-    return x if tp.size == 1 else _ScatterSequence.apply(x, tp)
+    return with_conjugate(x, tp, _own_positions, _gathered_positions)
 
 
 def gather_from_sequence_parallel(x: Tensor, tp: Axis) -> Tensor:
@@ -139,7 +139,7 @@ def gather_from_sequence_parallel(x: Tensor, tp: Axis) -> Tensor:
     Returns:
         ``[s, ...]``.
     """
-    return x if tp.size == 1 else _GatherSequence.apply(x, tp)
+    return with_conjugate(x, tp, _gathered_positions, _reduce_scattered_positions)
 
 
 def reduce_scatter_to_sequence_parallel(x: Tensor, tp: Axis) -> Tensor:
@@ -154,7 +154,7 @@ def reduce_scatter_to_sequence_parallel(x: Tensor, tp: Axis) -> Tensor:
     Returns:
         ``[s/tp, ...]``.
     """
-    return x if tp.size == 1 else _ReduceScatter.apply(x, tp)
+    return with_conjugate(x, tp, _reduce_scattered_positions, _gathered_positions)
 
 
 class Messages(NamedTuple):
@@ -309,108 +309,77 @@ def largest_of_all(x: Tensor, topology: Topology) -> Tensor:
     return x
 
 
-def _own_slice(x: Tensor, tp: Axis, dim: int) -> Tensor:
-    if x.shape[dim] % tp.size != 0:
-        raise UserError(f"dim {dim} of {tuple(x.shape)} cannot be cut over --tp {tp.size}")
-    return x.chunk(tp.size, dim)[tp.rank].contiguous()
+Collective = Callable[[Tensor, Axis], Tensor]
+"""Maps a rank's tensor to its result; without autograd."""
 
 
-def _gathered_features(x: Tensor, tp: Axis) -> Tensor:
-    """All-gather ``[..., n/tp]`` to ``[..., n]``."""
-    slices = x.new_empty(tp.size, *x.shape)  # [tp, ..., n/tp]
-    flat_all_gather(slices.view(-1), x.contiguous().view(-1), tp).wait()
-    return slices.movedim(0, -2).flatten(-2)
+def with_conjugate(x: Tensor, axis: Axis, forward: Collective, backward: Collective) -> Tensor:
+    """Return ``forward(x, axis)``, or `x` on an axis of size 1; `backward` maps the gradient."""
+    return x if axis.size == 1 else _WithConjugate.apply(x, axis, forward, backward)
 
 
-class _Copy(torch.autograd.Function):
+class _WithConjugate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: Axis) -> Tensor:
-        ctx.tp = tp
-        return x.view_as(x)
+    def forward(ctx: Any, x: Tensor, axis: Axis, forward: Collective, backward: Collective) -> Tensor:
+        ctx.axis, ctx.conjugate = axis, backward
+        return forward(x, axis)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return all_reduce(grad.clone(memory_format=torch.contiguous_format), ctx.tp), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.conjugate(grad, ctx.axis), None, None, None
 
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: Axis, in_place: bool) -> Tensor:
-        if in_place:
-            ctx.mark_dirty(x)
-            return all_reduce(x, tp)
-        return all_reduce(x.clone(memory_format=torch.contiguous_format), tp)
+        if not in_place:
+            return _summed(x, tp)
+        ctx.mark_dirty(x)
+        return all_reduce(x, tp)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return grad, None, None
 
 
-class _ScatterFeatures(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: Axis) -> Tensor:
-        ctx.tp = tp
-        return _own_slice(x, tp, -1)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _gathered_features(grad, ctx.tp), None
+def _itself(x: Tensor, tp: Axis) -> Tensor:
+    return x.view_as(x)
 
 
-class _GatherFeatures(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: Axis) -> Tensor:
-        ctx.tp = tp
-        return _gathered_features(x, tp)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _own_slice(grad, ctx.tp, -1), None
+def _summed(x: Tensor, tp: Axis) -> Tensor:
+    return all_reduce(x.clone(memory_format=torch.contiguous_format), tp)
 
 
-class _AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: Axis) -> Tensor:
-        ctx.tp = tp
-        return _gathered_features(x, tp)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        tp = ctx.tp
-        slices = grad.unflatten(-1, (tp.size, -1)).movedim(-2, 0).contiguous()  # [tp, ..., n/tp]
-        mine = grad.new_empty(slices.shape[1:])
-        flat_reduce_scatter(mine.view(-1), slices.view(-1), tp).wait()
-        return mine, None
+def _own_slice(x: Tensor, tp: Axis, dim: int) -> Tensor:
+    if x.shape[dim] % tp.size != 0:
+        raise UserError(f"dim {dim} of {tuple(x.shape)} cannot be cut over --tp {tp.size}")
+    return x.chunk(tp.size, dim)[tp.rank].contiguous()
 
 
-class _ScatterSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: Axis) -> Tensor:
-        ctx.tp = tp
-        return _own_slice(x, tp, 0)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return start_all_gather(grad, ctx.tp).wait(), None
+def _own_features(x: Tensor, tp: Axis) -> Tensor:
+    return _own_slice(x, tp, -1)
 
 
-class _GatherSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: Axis) -> Tensor:
-        ctx.tp = tp
-        return start_all_gather(x, tp).wait()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return start_reduce_scatter(grad, ctx.tp).wait(), None
+def _gathered_features(x: Tensor, tp: Axis) -> Tensor:
+    slices = x.new_empty(tp.size, *x.shape)  # [tp, ..., n/tp]
+    flat_all_gather(slices.view(-1), x.contiguous().view(-1), tp).wait()
+    return slices.movedim(0, -2).flatten(-2)
 
 
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: Axis) -> Tensor:
-        ctx.tp = tp
-        return start_reduce_scatter(x, tp).wait()
+def _reduce_scattered_features(x: Tensor, tp: Axis) -> Tensor:
+    slices = x.unflatten(-1, (tp.size, -1)).movedim(-2, 0).contiguous()  # [tp, ..., n/tp]
+    mine = x.new_empty(slices.shape[1:])
+    flat_reduce_scatter(mine.view(-1), slices.view(-1), tp).wait()
+    return mine
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return start_all_gather(grad, ctx.tp).wait(), None
+
+def _own_positions(x: Tensor, tp: Axis) -> Tensor:
+    return _own_slice(x, tp, 0)
+
+
+def _gathered_positions(x: Tensor, tp: Axis) -> Tensor:
+    return start_all_gather(x, tp).wait()
+
+
+def _reduce_scattered_positions(x: Tensor, tp: Axis) -> Tensor:
+    return start_reduce_scatter(x, tp).wait()

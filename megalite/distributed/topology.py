@@ -1,9 +1,4 @@
-"""Topology: this rank's coordinates on the axes of the table in `axes.py`, over torch's DeviceMesh.
-
-``rank = ((pp.rank * dp.size + dp.rank) * cp.size + cp.rank) * tp.size + tp.rank``: ranks of one
-tensor-parallel group are adjacent (they communicate most and share a node), pipeline stages are farthest
-apart.
-"""
+"""Topology: this rank's coordinates on the axes of the table in `axes.py`, over torch's DeviceMesh."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, make_table
 from torch import Tensor
 
-from megalite.attention.cache import build_cache
+from megalite.attention.cache import CachedCore
 from megalite.data.tokenizers.tokenizer import Tokenizer
 from megalite.distributed.axis import Axis
 from megalite.distributed.collectives import all_gather_from
@@ -221,7 +221,7 @@ class HarnessModel(TaskModel):
         self, trained: TrainedModel, tokenizer: Tokenizer, batch_size: int, topology: Topology
     ) -> None:
         super().__init__(tokenizer, trained.config.model.seq_length)
-        self.stage = load_model(trained, topology, build_cache)
+        self.stage = load_model(trained, topology, CachedCore)
         self.vocab_size = trained.vocab_size
         self.batch_size = batch_size
         self.topology = topology

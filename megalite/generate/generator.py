@@ -121,7 +121,7 @@ class Generator:
     """Generation of tokens after prompts until each sequence ends or has its maximum number of new tokens.
 
     Args:
-        stage: this rank's stage of the model, built with `build_cache`.
+        stage: this rank's stage of the model, built with `CachedCore`.
         eod: token that ends a sequence; None if there is none.
 
     Attributes:

@@ -28,7 +28,7 @@ from megalite.distributed.agreement import code_record
 from megalite.distributed.rendezvous import Launch
 from megalite.distributed.topology import Topology
 from megalite.frontends.tool_parser import ToolParser, local_path, positive_int
-from megalite.model.architectures import STAGES
+from megalite.model.bert_stage import STAGES
 from megalite.model.stage import DTYPES
 from megalite.model.transformer_stage import TransformerStage
 from megalite.tensor_parallel.parameter_spec import (

@@ -9,8 +9,7 @@ from megalite.kernels.flash_attention import flash_attention
 from megalite.kernels.library import implementation, is_compiled
 from megalite.kernels.linear_gelu import gelu_linear_backward, has_linear_gelu, linear_gelu
 from megalite.kernels.norm import layer_norm, layer_norm_on, rms_norm, rms_norm_on
-from megalite.kernels.normal import fill_normal_
-from megalite.kernels.philox import site_key
+from megalite.kernels.philox import fill_normal_, site_key
 from megalite.kernels.recurrence import recurrence, recurrence_problem
 from megalite.kernels.rotary import rotate
 from megalite.kernels.softmax import CausalSoftmax, Drop, add_sinks_, sink_factors, sinks_gradient

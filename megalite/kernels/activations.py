@@ -4,21 +4,16 @@ GELU has its tanh form here; for the erf form, PyTorch is as fast. Both operator
 fp64) and round once. Their backwards keep only `x`, and sum the bias' gradient in the same kernel.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite.kernels.library import NAMESPACE, register
+from megalite.kernels.library import define, like_first
 
 _FLAT = 1e4  # beyond this number the derivative of GELU is 0 or 1
-
-for _op in ("bias_gelu", "bias_swiglu"):
-    torch.library.define(f"{NAMESPACE}::{_op}", "(Tensor x, Tensor? bias) -> Tensor")
-    torch.library.define(
-        f"{NAMESPACE}::{_op}_backward", "(Tensor grad, Tensor x, Tensor? bias) -> (Tensor, Tensor)"
-    )
 
 
 def bias_gelu(x: Tensor, bias: Tensor | None) -> Tensor:
@@ -85,43 +80,46 @@ def _gradients(x_grad: Tensor, x: Tensor, bias: Tensor | None) -> tuple[Tensor, 
     return x_grad.to(x.dtype), sums.to(x.dtype)
 
 
-register(f"{NAMESPACE}::bias_gelu", gelu_reference)
-register(f"{NAMESPACE}::bias_gelu_backward", gelu_backward_reference)
-register(f"{NAMESPACE}::bias_swiglu", swiglu_reference)
-register(f"{NAMESPACE}::bias_swiglu_backward", swiglu_backward_reference)
-
-
-@torch.library.register_fake(f"{NAMESPACE}::bias_gelu")
-def _fake_gelu(x: Tensor, bias: Tensor | None) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-@torch.library.register_fake(f"{NAMESPACE}::bias_swiglu")
 def _fake_swiglu(x: Tensor, bias: Tensor | None) -> Tensor:
     return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
 
 
-@torch.library.register_fake(f"{NAMESPACE}::bias_gelu_backward")
-@torch.library.register_fake(f"{NAMESPACE}::bias_swiglu_backward")
 def _fake_backward(grad: Tensor, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(x.shape[-1:])
 
 
-def _setup_context(ctx: Any, inputs: tuple[Tensor, Tensor | None], output: Tensor) -> None:
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor | None], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _gelu_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
-    x, bias = ctx.saved_tensors  # read once: recomputation frees them then
-    x_grad, bias_grad = torch.ops.megalite.bias_gelu_backward(grad, x, bias)
-    return x_grad, None if bias is None else bias_grad.view(bias.shape)
+def _differentiated_by(op: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the backward of an activation from the operator of its gradients."""
+
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+        x, bias = ctx.saved_tensors  # read once: recomputation frees them then
+        x_grad, bias_grad = op(grad, x, bias)
+        return x_grad, None if bias is None else bias_grad.view(bias.shape)
+
+    return backward
 
 
-def _swiglu_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
-    x, bias = ctx.saved_tensors
-    x_grad, bias_grad = torch.ops.megalite.bias_swiglu_backward(grad, x, bias)
-    return x_grad, None if bias is None else bias_grad.view(bias.shape)
-
-
-torch.library.register_autograd(f"{NAMESPACE}::bias_gelu", _gelu_backward, setup_context=_setup_context)
-torch.library.register_autograd(f"{NAMESPACE}::bias_swiglu", _swiglu_backward, setup_context=_setup_context)
+for _name, _forward, _fake, _backward in (
+    ("bias_gelu", gelu_reference, like_first, gelu_backward_reference),
+    ("bias_swiglu", swiglu_reference, _fake_swiglu, swiglu_backward_reference),
+):
+    define(
+        f"{_name}_backward",
+        "(Tensor grad, Tensor x, Tensor? bias) -> (Tensor, Tensor)",
+        _backward,
+        _fake_backward,
+        compiled=_backward,
+    )
+    define(
+        _name,
+        "(Tensor x, Tensor? bias) -> Tensor",
+        _forward,
+        _fake,
+        save=_save,
+        backward=_differentiated_by(getattr(torch.ops.megalite, f"{_name}_backward")),
+        compiled=_forward,
+    )

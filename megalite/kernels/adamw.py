@@ -5,17 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megalite.kernels.library import NAMESPACE
+from megalite.kernels.library import define, no_result
 from megalite.utils.torch_private import foreach_copy_, foreach_mul_, fused_adamw_
-
-_OP = f"{NAMESPACE}::adamw_"
-
-torch.library.define(
-    _OP,
-    "(Tensor(a!)[] main, Tensor(b!)[] exp_avg, Tensor(c!)[] exp_avg_sq, Tensor(d!)[] rounded, "
-    "Tensor(e!)[] gradients, Tensor number, Tensor? divisor, Tensor is_good, float learning_rate, "
-    "float beta1, float beta2, float weight_decay, float epsilon) -> ()",
-)
 
 
 def adamw_(
@@ -110,9 +101,11 @@ def reference(
         foreach_copy_(rounded, main)
 
 
-torch.library.impl(_OP, "default", reference)  # on every device without a compiled kernel
-
-
-@torch.library.register_fake(_OP)
-def _fake(*_: object) -> None:
-    """Do nothing: a meta tensor has no values to change."""
+define(
+    "adamw_",
+    "(Tensor(a!)[] main, Tensor(b!)[] exp_avg, Tensor(c!)[] exp_avg_sq, Tensor(d!)[] rounded, "
+    "Tensor(e!)[] gradients, Tensor number, Tensor? divisor, Tensor is_good, float learning_rate, "
+    "float beta1, float beta2, float weight_decay, float epsilon) -> ()",
+    reference,
+    no_result,
+)

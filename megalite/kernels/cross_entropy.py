@@ -8,19 +8,11 @@ replaces them with their gradient. The communication in between is in
 import torch
 from torch import Tensor
 
-from megalite.kernels.library import NAMESPACE, register
+from megalite.kernels.library import define, no_result
 
-_STATISTICS = f"{NAMESPACE}::cross_entropy_statistics"
-_GRADIENT = f"{NAMESPACE}::cross_entropy_gradient_"
 # Number of logits that the reference computes at a time, which bounds its temporaries. On a CPU they stay in
 # the caches; on a GPU they are large enough for the time to depend on memory and not on launches.
 _PIECE, _PIECE_OF_GPU = 1 << 20, 1 << 24
-
-torch.library.define(_STATISTICS, "(Tensor logits, Tensor targets, int start, int num_real) -> Tensor")
-torch.library.define(
-    _GRADIENT,
-    "(Tensor(a!) logits, Tensor targets, Tensor statistics, Tensor grad, int start, int num_real) -> ()",
-)
 
 
 def cross_entropy_statistics(logits: Tensor, targets: Tensor, start: int, num_real: int) -> Tensor:
@@ -111,18 +103,22 @@ def _replace_by_gradient(
     logits.copy_(result.where(columns < num_real, 0.0))
 
 
-register(_STATISTICS, statistics_reference, compiled=_statistics)
-register(_GRADIENT, gradient_reference, compiled=_replace_by_gradient)
-
-
-@torch.library.register_fake(_STATISTICS)
-def _fake_statistics(logits: Tensor, targets: Tensor, start: int, num_real: int) -> Tensor:
+def _fake_statistics(logits: Tensor, targets: Tensor, *_: int) -> Tensor:
     dtype = torch.promote_types(logits.dtype, torch.float32)
     return logits.new_empty((3, targets.numel()), dtype=dtype)
 
 
-@torch.library.register_fake(_GRADIENT)
-def _fake_gradient(
-    logits: Tensor, targets: Tensor, statistics: Tensor, grad: Tensor, start: int, num_real: int
-) -> None:
-    """Do nothing: a meta tensor has no values to change."""
+define(
+    "cross_entropy_statistics",
+    "(Tensor logits, Tensor targets, int start, int num_real) -> Tensor",
+    statistics_reference,
+    _fake_statistics,
+    compiled=_statistics,
+)
+define(
+    "cross_entropy_gradient_",
+    "(Tensor(a!) logits, Tensor targets, Tensor statistics, Tensor grad, int start, int num_real) -> ()",
+    gradient_reference,
+    no_result,
+    compiled=_replace_by_gradient,
+)

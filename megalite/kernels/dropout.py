@@ -10,16 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.kernels.library import NAMESPACE, register
+from megalite.kernels.library import define, like_first
 from megalite.kernels.philox import random_words, signed64
 
-_OP = f"{NAMESPACE}::dropout"
 _PIECE = 1 << 20  # elements that the reference computes at a time, to bound its int64 temporaries
 _MAX_ROWS, _COLUMNS = 32, 128  # size of a block of the Triton kernel
-
-torch.library.define(
-    _OP, "(Tensor x, Tensor sample_numbers, float p, int key, int base, int stride) -> Tensor"
-)
 
 
 def dropout(
@@ -133,15 +128,7 @@ def launch_kernel(
     return out, None if sums is None else sums.sum(0)
 
 
-register(_OP, reference, triton=launch)
-
-
-@torch.library.register_fake(_OP)
-def _fake(x: Tensor, sample_numbers: Tensor, p: float, key: int, base: int, stride: int) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, sample_numbers, *ctx.site = inputs
     ctx.save_for_backward(sample_numbers)
 
@@ -151,4 +138,12 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return torch.ops.megalite.dropout(grad, sample_numbers, *ctx.site), None, None, None, None, None
 
 
-torch.library.register_autograd(_OP, _backward, setup_context=_setup_context)
+define(
+    "dropout",
+    "(Tensor x, Tensor sample_numbers, float p, int key, int base, int stride) -> Tensor",
+    reference,
+    like_first,
+    save=_save,
+    backward=_backward,
+    triton=launch,
+)

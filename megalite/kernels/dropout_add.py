@@ -12,24 +12,8 @@ from torch import Tensor
 
 from megalite.kernels.dropout import launch_kernel
 from megalite.kernels.dropout import reference as dropout_reference
-from megalite.kernels.library import NAMESPACE, register
+from megalite.kernels.library import define, like_first
 from megalite.kernels.philox import signed64
-
-_OP = f"{NAMESPACE}::bias_dropout_add"
-_BACKWARD = f"{NAMESPACE}::bias_dropout_add_backward"
-_TRACED = f"{NAMESPACE}::bias_dropout_add_by_tensor"
-_TRACED_BACKWARD = f"{NAMESPACE}::bias_dropout_add_by_tensor_backward"
-_TENSORS = "Tensor x, Tensor? bias, Tensor residual, Tensor sample_numbers"
-
-torch.library.define(_OP, f"({_TENSORS}, float p, int key, int base) -> Tensor")
-torch.library.define(
-    _BACKWARD, "(Tensor grad, Tensor sample_numbers, float p, int key, int base) -> (Tensor, Tensor)"
-)
-torch.library.define(_TRACED, f"({_TENSORS}, Tensor key, float p, int base) -> Tensor")
-torch.library.define(
-    _TRACED_BACKWARD,
-    "(Tensor grad, Tensor sample_numbers, Tensor key, float p, int base) -> (Tensor, Tensor)",
-)
 
 
 class ResidualSum(NamedTuple):
@@ -181,10 +165,6 @@ def launch_backward(
     return x_grad, sums.to(grad.dtype)
 
 
-register(_OP, reference, triton=launch)
-register(_BACKWARD, backward_reference, triton=launch_backward)
-
-
 def _traced(*arguments: Any) -> Tensor:
     *tensors, key, p, base = arguments
     result: Tensor = torch.ops.megalite.bias_dropout_add(*tensors, p, int(key), base)
@@ -198,23 +178,11 @@ def _traced_backward(
     return x_grad, bias_grad
 
 
-torch.library.register_kernel(_TRACED, None, _traced)
-torch.library.register_kernel(_TRACED_BACKWARD, None, _traced_backward)
-
-
-@torch.library.register_fake(_OP)
-@torch.library.register_fake(_TRACED)
-def _fake(x: Tensor, *_: object) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-@torch.library.register_fake(_BACKWARD)
-@torch.library.register_fake(_TRACED_BACKWARD)
 def _fake_backward(grad: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return grad.new_empty(grad.shape), grad.new_empty(grad.shape[-1:])
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, bias, _, sample_numbers, *ctx.site = inputs
     ctx.has_bias = bias is not None
     ctx.save_for_backward(sample_numbers)
@@ -229,7 +197,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return x_grad, bias_grad if ctx.has_bias else None, grad, None, None, None, None
 
 
-def _setup_traced(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save_traced(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, bias, _, sample_numbers, key, *ctx.site = inputs
     ctx.has_bias = bias is not None
     ctx.save_for_backward(sample_numbers, key)
@@ -242,5 +210,35 @@ def _differentiate_traced(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return x_grad, bias_grad if ctx.has_bias else None, grad, None, None, None, None
 
 
-torch.library.register_autograd(_OP, _backward, setup_context=_setup_context)
-torch.library.register_autograd(_TRACED, _differentiate_traced, setup_context=_setup_traced)
+_TENSORS = "Tensor x, Tensor? bias, Tensor residual, Tensor sample_numbers"
+
+define(
+    "bias_dropout_add",
+    f"({_TENSORS}, float p, int key, int base) -> Tensor",
+    reference,
+    like_first,
+    save=_save,
+    backward=_backward,
+    triton=launch,
+)
+define(
+    "bias_dropout_add_backward",
+    "(Tensor grad, Tensor sample_numbers, float p, int key, int base) -> (Tensor, Tensor)",
+    backward_reference,
+    _fake_backward,
+    triton=launch_backward,
+)
+define(
+    "bias_dropout_add_by_tensor",
+    f"({_TENSORS}, Tensor key, float p, int base) -> Tensor",
+    _traced,
+    like_first,
+    save=_save_traced,
+    backward=_differentiate_traced,
+)
+define(
+    "bias_dropout_add_by_tensor_backward",
+    "(Tensor grad, Tensor sample_numbers, Tensor key, float p, int base) -> (Tensor, Tensor)",
+    _traced_backward,
+    _fake_backward,
+)

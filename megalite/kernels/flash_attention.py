@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megalite.kernels.dropout import keep_threshold
 from megalite.kernels.dropout_add import key_from_tensor, key_tensor
-from megalite.kernels.library import NAMESPACE
+from megalite.kernels.library import NAMESPACE, define
 from megalite.kernels.packed_heads import empty_gradients, gradients_of, like_sequence
 from megalite.kernels.softmax import (
     CausalSoftmax,
@@ -28,19 +28,6 @@ from megalite.kernels.softmax import (
     sinks_gradient,
 )
 from megalite.kernels.visible_keys import VisibleKeys
-
-_OP = f"{NAMESPACE}::flash_attention"
-_BACKWARD = f"{NAMESPACE}::flash_attention_backward"
-_REST = (
-    "Tensor? slopes, Tensor? starts, Tensor? ends, Tensor? samples, Tensor? key, float scale, float p, "
-    "int base, float? cap=None, int start=0, int key_start=0, int? seq_length=None"
-)
-
-torch.library.define(_OP, f"(Tensor q, Tensor k, Tensor v, {_REST}, Tensor? sinks=None) -> (Tensor, Tensor)")
-torch.library.define(
-    _BACKWARD,
-    f"(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor log_sums, {_REST}) -> Tensor[]",
-)
 
 MAX_HEAD_DIM = 256
 
@@ -393,24 +380,15 @@ def with_sinks(forward: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., t
     return run
 
 
-torch.library.impl(_OP, "default", with_sinks(reference))  # on every device without Triton
-torch.library.impl(_BACKWARD, "default", reference_backward)
-if has_triton():
-    torch.library.impl(_OP, "CUDA", with_sinks(launch))
-    torch.library.impl(_BACKWARD, "CUDA", launch_backward)
-
-
-@torch.library.register_fake(_OP)
 def _fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return empty_results(q, v)
 
 
-@torch.library.register_fake(_BACKWARD)
 def _fake_gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> list[Tensor]:
     return empty_gradients(q, k, v)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, slopes, starts, ends, samples, key, *ctx.numbers, sinks = inputs
     ctx.set_materialize_grads(False)  # otherwise the second output's gradient would be a tensor of zeros
     ctx.save_for_backward(q, k, v, *output, slopes, starts, ends, samples, key, sinks)
@@ -423,7 +401,28 @@ def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, 
     return *gradients_of(grads), *(None,) * 12, grad_sinks
 
 
-torch.library.register_autograd(_OP, _backward, setup_context=_setup_context)
+_REST = (
+    "Tensor? slopes, Tensor? starts, Tensor? ends, Tensor? samples, Tensor? key, float scale, float p, "
+    "int base, float? cap=None, int start=0, int key_start=0, int? seq_length=None"
+)
+
+define(
+    "flash_attention",
+    f"(Tensor q, Tensor k, Tensor v, {_REST}, Tensor? sinks=None) -> (Tensor, Tensor)",
+    with_sinks(reference),
+    _fake,
+    save=_save,
+    backward=_backward,
+)
+define(
+    "flash_attention_backward",
+    f"(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor log_sums, {_REST}) -> Tensor[]",
+    reference_backward,
+    _fake_gradients,
+)
+if has_triton():
+    torch.library.impl(f"{NAMESPACE}::flash_attention", "CUDA", with_sinks(launch))
+    torch.library.impl(f"{NAMESPACE}::flash_attention_backward", "CUDA", launch_backward)
 
 
 class AttentionToKeys(NamedTuple):

@@ -64,24 +64,45 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-def register(
-    op: str,
-    reference: Callable[_P, _R],
+def define(
+    name: str,
+    schema: str,
+    reference: Callable[..., Any],
+    fake: Callable[..., Any],
     *,
-    compiled: Callable[_P, _R] | None = None,
-    triton: Callable[..., _R] | None = None,
+    save: Callable[..., None] | None = None,
+    backward: Callable[..., Any] | None = None,
+    compiled: Callable[..., Any] | None = None,
+    triton: Callable[..., Any] | None = None,
 ) -> None:
-    """Register the implementation of an operator on devices for which no library has a compiled kernel.
+    """Define an operator of megalite.
 
     Args:
-        reference: the plain PyTorch implementation, for all devices except CUDA.
-        compiled, triton: see `at_run_time`; for CUDA.
+        schema: arguments and results.
+        reference: the plain PyTorch implementation, for devices for which no library has a compiled kernel.
+        fake: returns results without values.
+        save, backward: autograd's `setup_context` and backward; None without autograd.
+        compiled, triton: see `at_run_time`; for CUDA without the library.
     """
+    op = f"{NAMESPACE}::{name}"
+    torch.library.define(op, schema)
     torch.library.impl(op, "default", reference)
-    name = op.removeprefix(f"{NAMESPACE}::")
-    if torch.version.cuda is not None and not is_compiled(name, "cuda"):
-        _AT_RUN_TIME[name] = "torch.compile" if triton is None else "Triton"
+    torch.library.register_fake(op, fake)
+    if backward is not None:
+        torch.library.register_autograd(op, backward, setup_context=save)
+    at_run_time_by = "Triton" if triton is not None else "torch.compile" if compiled is not None else ""
+    if at_run_time_by and torch.version.cuda is not None and not is_compiled(name, "cuda"):
+        _AT_RUN_TIME[name] = at_run_time_by
         torch.library.impl(op, "CUDA", at_run_time(reference, compiled=compiled, triton=triton))
+
+
+def like_first(x: Tensor, *_: object) -> Tensor:
+    """Return a tensor without values in the shape of an operator's first argument."""
+    return x.new_empty(x.shape)
+
+
+def no_result(*_: object) -> None:
+    """Do nothing: an operator in place changes no values of meta tensors."""
 
 
 def at_run_time(

@@ -16,20 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.kernels.activations import gelu_backward_reference
-from megalite.kernels.library import NAMESPACE, is_compiled, passes_trial
+from megalite.kernels.library import define, is_compiled, passes_trial
 
 _NAME = "linear_gelu"
-_OP, _BACKWARD = f"{NAMESPACE}::{_NAME}", f"{NAMESPACE}::gelu_linear_backward"
 _ALIGNED = 8
 """The rows of GELU's input must start at a multiple of this many elements."""
 _TOLERANCE = 2.0**-6
 """Largest error of the test at start-up, relative to the largest magnitude: two roundings to bf16 and a
 different summation order."""
-
-torch.library.define(_OP, "(Tensor x, Tensor weight, Tensor? bias) -> (Tensor, Tensor)")
-torch.library.define(
-    _BACKWARD, "(Tensor grad, Tensor weight, Tensor before, bool has_bias) -> (Tensor, Tensor)"
-)
 
 
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -70,19 +64,22 @@ def backward_reference(grad: Tensor, weight: Tensor, before: Tensor, has_bias: b
     return before_grad, sums if has_bias else sums.new_empty(0)
 
 
-torch.library.impl(_OP, "default", reference)  # on every device without a compiled kernel
-torch.library.impl(_BACKWARD, "default", backward_reference)
-
-
-@torch.library.register_fake(_OP)
 def _fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     value = x.new_empty((*x.shape[:-1], weight.shape[0]))
     return value, torch.empty_like(value)
 
 
-@torch.library.register_fake(_BACKWARD)
 def _fake_backward(grad: Tensor, weight: Tensor, before: Tensor, has_bias: bool) -> tuple[Tensor, Tensor]:
     return before.new_empty(before.shape), before.new_empty(before.shape[-1] if has_bias else 0)
+
+
+define(_NAME, "(Tensor x, Tensor weight, Tensor? bias) -> (Tensor, Tensor)", reference, _fake)
+define(
+    "gelu_linear_backward",
+    "(Tensor grad, Tensor weight, Tensor before, bool has_bias) -> (Tensor, Tensor)",
+    backward_reference,
+    _fake_backward,
+)
 
 
 def has_linear_gelu(weight: Tensor, has_bias: bool) -> bool:

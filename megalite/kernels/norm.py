@@ -4,9 +4,10 @@ On a CPU we use PyTorch's LayerNorm: ours took 0.7 to 1.1 times as long in fp32 
 fp16.
 
 In the forward, `bias_dropout_add` adds the residual. One kernel for both would save at most 4 to 8% of the
-time of the two on a CPU (1024 tokens of 768 and of 4096 features, fp32 and bf16, one thread of a busy Zen 4);
-`bias_dropout_add_norm` is this kernel on a GPU. The backward of the norm adds the residual's gradient, which
-saves an addition over three tensors by autograd.
+time of the two on a CPU (1024 tokens of 768 and of 4096 features, fp32 and bf16, one thread of a busy Zen 4).
+`bias_dropout_add_norm` is this kernel on a GPU, at the end of a block and the start of the next: its forward
+does not read the sum again for the norm, and its backward also sums the bias' gradient. The backward of the
+norm adds the residual's gradient, which saves an addition over three tensors by autograd.
 """
 
 from collections.abc import Callable
@@ -16,20 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite.kernels.add_norm import bias_dropout_add_norm
-from megalite.kernels.dropout_add import ResidualSum
-from megalite.kernels.library import NAMESPACE, is_compiled, is_eager, register
-
-_RMS, _LAYER = f"{NAMESPACE}::rms_norm", f"{NAMESPACE}::layer_norm"
-
-torch.library.define(_RMS, "(Tensor x, Tensor weight, float epsilon) -> Tensor")
-torch.library.define(_LAYER, "(Tensor x, Tensor weight, Tensor bias, float epsilon) -> Tensor")
-for _op in (_RMS, _LAYER):
-    torch.library.define(
-        f"{_op}_backward",
-        "(Tensor grad, Tensor x, Tensor weight, float epsilon, Tensor? residual_grad=None) "
-        "-> (Tensor, Tensor)",
-    )
+from megalite.kernels.dropout_add import ResidualSum, check_sum
+from megalite.kernels.library import define, is_compiled, is_eager, like_first
+from megalite.kernels.philox import signed64
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -190,29 +180,15 @@ def _summed(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1]).sum(0)
 
 
-register(_RMS, rms_reference)
-register(_LAYER, layer_reference)
-register(f"{_RMS}_backward", rms_backward_reference)
-register(f"{_LAYER}_backward", layer_backward_reference)
-
-
-@torch.library.register_fake(_RMS)
-@torch.library.register_fake(_LAYER)
-def _fake(x: Tensor, *_: object) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-@torch.library.register_fake(f"{_RMS}_backward")
 def _fake_rms_backward(grad: Tensor, x: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(x.shape[-1:])
 
 
-@torch.library.register_fake(f"{_LAYER}_backward")
 def _fake_layer_backward(grad: Tensor, x: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty((2 * x.shape[-1],))
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[:2])
     ctx.epsilon = inputs[-1]
 
@@ -228,8 +204,36 @@ def _layer_backward(ctx: Any, grad: Tensor, residual_grad: Tensor | None = None)
     return grad_x, *sums.chunk(2), None
 
 
-torch.library.register_autograd(_RMS, _rms_backward, setup_context=_setup_context)
-torch.library.register_autograd(_LAYER, _layer_backward, setup_context=_setup_context)
+define(
+    "rms_norm",
+    "(Tensor x, Tensor weight, float epsilon) -> Tensor",
+    rms_reference,
+    like_first,
+    save=_save,
+    backward=_rms_backward,
+    compiled=rms_reference,
+)
+define(
+    "layer_norm",
+    "(Tensor x, Tensor weight, Tensor bias, float epsilon) -> Tensor",
+    layer_reference,
+    like_first,
+    save=_save,
+    backward=_layer_backward,
+    compiled=layer_reference,
+)
+for _name, _reference, _fake in (
+    ("rms_norm_backward", rms_backward_reference, _fake_rms_backward),
+    ("layer_norm_backward", layer_backward_reference, _fake_layer_backward),
+):
+    define(
+        _name,
+        "(Tensor grad, Tensor x, Tensor weight, float epsilon, Tensor? residual_grad=None) "
+        "-> (Tensor, Tensor)",
+        _reference,
+        _fake,
+        compiled=_reference,
+    )
 
 
 class _WithResidual(torch.autograd.Function):
@@ -257,3 +261,126 @@ class _WithResidual(torch.autograd.Function):
             return _layer_backward(ctx, grad, residual_grad)
         grad_x, grad_weight, _ = _rms_backward(ctx, grad, residual_grad)
         return grad_x, grad_weight, None, None
+
+
+def bias_dropout_add_norm(
+    total: ResidualSum, weight: Tensor, norm_bias: Tensor | None, epsilon: float
+) -> tuple[Tensor, Tensor]:
+    """Return the norm of a sum, and the sum, which is rounded before the norm reads it.
+
+    The values equal `bias_dropout_add` followed by `layer_norm`, or by `rms_norm` if `norm_bias` is None. The
+    backward keeps only the sum, and adds the gradients of both outputs.
+
+    Args:
+        weight, norm_bias: parameters of the norm, ``[h]``.
+    """
+    x, bias, residual, p, key, sample_numbers, base = total
+    check_sum(x, p, sample_numbers, base)
+    normal, result = torch.ops.megalite.bias_dropout_add_norm(
+        x, bias, residual, sample_numbers, p, signed64(key), base, weight, norm_bias, epsilon
+    )
+    return normal, result
+
+
+def sum_reference(
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    sample_numbers: Tensor,
+    p: float,
+    key: int,
+    base: int,
+    weight: Tensor,
+    norm_bias: Tensor | None,
+    epsilon: float,
+) -> tuple[Tensor, Tensor]:
+    """Implement the forward with the two operators."""
+    ops = torch.ops.megalite
+    total = ops.bias_dropout_add(x, bias, residual, sample_numbers, p, key, base)
+    if norm_bias is None:
+        return ops.rms_norm(total, weight, epsilon), total
+    return ops.layer_norm(total, weight, norm_bias, epsilon), total
+
+
+def sum_backward_reference(
+    grad: Tensor,
+    sum_grad: Tensor,
+    total: Tensor,
+    weight: Tensor,
+    centres: bool,
+    epsilon: float,
+    sample_numbers: Tensor,
+    p: float,
+    key: int,
+    base: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the gradients of residual, `x` and parameters with the two operators.
+
+    If p is 0, `x` and the residual have the same gradient, and an empty tensor is returned for `x`. The
+    gradients of the parameters are one tensor: weight and bias of the norm, and the bias of `x`.
+    """
+    ops = torch.ops.megalite
+    norm_backward = ops.layer_norm_backward if centres else ops.rms_norm_backward
+    residual_grad, norm_grads = norm_backward(grad, total, weight, epsilon, sum_grad)
+    x_grad, bias_grad = ops.bias_dropout_add_backward(residual_grad, sample_numbers, p, key, base)
+    return residual_grad, x_grad if p else x_grad.new_empty(0), torch.cat((norm_grads, bias_grad))
+
+
+def _fake_sum(x: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape)
+
+
+def _fake_sum_backward(
+    grad: Tensor,
+    sum_grad: Tensor,
+    total: Tensor,
+    weight: Tensor,
+    centres: bool,
+    epsilon: float,
+    sample_numbers: Tensor,
+    p: float,
+    *_: object,
+) -> tuple[Tensor, Tensor, Tensor]:
+    x_grad = grad.new_empty(total.shape if p else (0,))
+    return grad.new_empty(total.shape), x_grad, grad.new_empty(((3 if centres else 2) * total.shape[-1],))
+
+
+def _save_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    _, bias, _, sample_numbers, *ctx.site, weight, norm_bias, ctx.epsilon = inputs
+    ctx.has_bias, ctx.centres = bias is not None, norm_bias is not None
+    ctx.save_for_backward(output[1], weight, sample_numbers)
+
+
+def _sum_backward(ctx: Any, grad: Tensor, sum_grad: Tensor) -> tuple[Tensor | None, ...]:
+    total, weight, sample_numbers = ctx.saved_tensors
+    residual_grad, x_grad, sums = torch.ops.megalite.bias_dropout_add_norm_backward(
+        grad, sum_grad, total, weight, ctx.centres, ctx.epsilon, sample_numbers, *ctx.site
+    )
+    weight_grad, *norm_bias_grad, bias_grad = sums.view(-1, weight.numel())
+    return (
+        x_grad if x_grad.numel() else residual_grad,
+        bias_grad if ctx.has_bias else None,
+        residual_grad,
+        *(None, None, None, None),
+        weight_grad,
+        *(norm_bias_grad or [None]),
+        None,
+    )
+
+
+define(
+    "bias_dropout_add_norm",
+    "(Tensor x, Tensor? bias, Tensor residual, Tensor sample_numbers, float p, int key, int base, "
+    "Tensor weight, Tensor? norm_bias, float epsilon) -> (Tensor, Tensor)",
+    sum_reference,
+    _fake_sum,
+    save=_save_sum,
+    backward=_sum_backward,
+)
+define(
+    "bias_dropout_add_norm_backward",
+    "(Tensor grad, Tensor sum_grad, Tensor sum, Tensor weight, bool centres, float epsilon, "
+    "Tensor sample_numbers, float p, int key, int base) -> (Tensor, Tensor, Tensor)",
+    sum_backward_reference,
+    _fake_sum_backward,
+)

@@ -1,11 +1,12 @@
-"""Implement Philox4x32-10, the counter-based generator of all random numbers, in plain PyTorch.
+"""Implement Philox4x32-10, the counter-based generator of all random numbers, and fill weights with them.
 
 A random number is a pure function of (key, sample, element): the key identifies the site (a parameter or a
 dropout), the sample is its number in the run, and the element is its index in the *full* tensor. It does not
 matter which rank computes the number, or in which order. `csrc/philox.h` has the same arithmetic in C++,
 operation by operation. Both give the same bits, because they use only fp64 add, multiply and divide, which
-IEEE 754 defines to the last bit. Logarithm and square root are implemented here: torch's use MKL on some
-processors, where even the square root is not correctly rounded.
+IEEE 754 defines to the last bit. A rank therefore fills its shard of the initial weights without a full
+tensor or a broadcast. Logarithm and square root are implemented here: torch's use MKL on some processors,
+where even the square root is not correctly rounded.
 
 Sources: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011 (Philox);
 Wichura, "Algorithm AS 241: the percentage points of the normal distribution", Applied Statistics 37, 1988
@@ -17,6 +18,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from megalite.kernels.library import define, no_result
 
 _MASK32 = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -69,6 +72,8 @@ _INVERSE_SQRT_GUESS = 0x5FE6EB50C7B537A9  # this minus half the bits of x: 1 / s
 _SQRT_HALF = 0.70710678118654752440
 # log((1 + s) / (1 - s)) = s * (2 + 2/3 s^2 + 2/5 s^4 + ...); for |s| < 0.172, 12 terms leave < 1e-18.
 _LOG_SERIES = tuple(2.0 / (2 * k + 1) for k in range(12))
+
+_PIECE = 1 << 20  # elements that the reference computes at a time, to bound its int64 and fp64 temporaries
 
 
 def site_key(seed: int, name: str) -> int:
@@ -170,3 +175,70 @@ def _horner(coefficients: Sequence[float], x: Tensor) -> Tensor:
     for coefficient in reversed(coefficients[:-1]):
         value = value * x + coefficient
     return value
+
+
+def fill_normal_(
+    out: Tensor,
+    key: int,
+    *,
+    std: float,
+    mean: float = 0.0,
+    base: int = 0,
+    run_length: int | None = None,
+    run_stride: int | None = None,
+) -> Tensor:
+    """Fill a local shard with the normal numbers that its elements have in the full tensor.
+
+    Element e of `out` is element `base + (e // run_length) * run_stride + e % run_length` of the full
+    tensor: a slice along a dim consists of evenly spaced runs of consecutive elements. Numbers are computed
+    in fp64 and rounded to fp32, then to the dtype of `out`, so a bf16 weight is the rounded fp32 weight.
+
+    Args:
+        out: contiguous, fp64, fp32, bf16 or fp16.
+        key: 64 bits, from `site_key(seed, parameter's full name)`.
+        std: standard deviation.
+        mean: mean.
+        base: index of the first element in the full tensor.
+        run_length: number of consecutive elements in a run; by default all of `out`.
+        run_stride: distance between the first elements of consecutive runs; by default `run_length`.
+
+    Returns:
+        `out`.
+
+    Raises:
+        ValueError: `out` is not contiguous, or an index would be negative.
+    """
+    length = max(1, out.numel()) if run_length is None else run_length
+    stride = length if run_stride is None else run_stride
+    if not out.is_contiguous():
+        raise ValueError(f"fill_normal_ needs a contiguous tensor: got strides {out.stride()}")
+    if base < 0 or length < 1 or stride < 0:
+        raise ValueError(
+            f"fill_normal_ needs base >= 0, run_length >= 1, run_stride >= 0: got {base}, {length}, {stride}"
+        )
+    torch.ops.megalite.fill_normal_(out, std, mean, signed64(key), base, length, stride)
+    return out
+
+
+@torch.no_grad()
+def fill_reference(
+    out: Tensor, std: float, mean: float, key: int, base: int, run_length: int, run_stride: int
+) -> None:
+    """Implement the operator in plain PyTorch, with the same bits as the compiled one."""
+    flat = out.view(-1)
+    sample = torch.zeros((), dtype=torch.int64, device=out.device)
+    for begin in range(0, flat.numel(), _PIECE):
+        piece = flat[begin : begin + _PIECE]
+        element = torch.arange(begin, begin + piece.numel(), device=out.device)
+        run = element.div(run_length, rounding_mode="floor")
+        index = base + run * run_stride + (element - run * run_length)
+        value = standard_normal(random_words(index, 1, sample, key).squeeze(-1)) * std + mean
+        piece.copy_(value if out.dtype == torch.float64 else value.float())
+
+
+define(
+    "fill_normal_",
+    "(Tensor(a!) out, float std, float mean, int key, int base, int run_length, int run_stride) -> ()",
+    fill_reference,
+    no_result,
+)

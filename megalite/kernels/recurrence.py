@@ -20,16 +20,7 @@ import torch
 from torch import Tensor
 
 from megalite.kernels.flash_attention import contiguous_rows, has_triton, padded
-from megalite.kernels.library import NAMESPACE, compile_problem, ensure_ptxas
-
-_OP = f"{NAMESPACE}::recurrence"
-_BACKWARD = f"{NAMESPACE}::recurrence_backward"
-_ARGUMENTS = (
-    "Tensor q, Tensor k, Tensor v, Tensor decay, Tensor rate, Tensor? starts, Tensor? state, bool is_delta"
-)
-
-torch.library.define(_OP, f"({_ARGUMENTS}) -> (Tensor, Tensor)")
-torch.library.define(_BACKWARD, f"(Tensor grad, Tensor? grad_last, {_ARGUMENTS}) -> Tensor[]")
+from megalite.kernels.library import NAMESPACE, compile_problem, define, ensure_ptxas
 
 MAX_HEAD_DIM = 256
 """Largest size of a key or value head in the Triton kernels."""
@@ -354,24 +345,15 @@ def _empty_gradients(*arguments: Tensor) -> list[Tensor]:
     return [*grad_inputs, *grad_numbers, _empty_results(q, v)[1]]
 
 
-torch.library.impl(_OP, "default", reference)  # on every device without Triton
-torch.library.impl(_BACKWARD, "default", reference_backward)
-if has_triton():
-    torch.library.impl(_OP, "CUDA", launch)
-    torch.library.impl(_BACKWARD, "CUDA", launch_backward)
-
-
-@torch.library.register_fake(_OP)
 def _fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return _empty_results(q, v)
 
 
-@torch.library.register_fake(_BACKWARD)
 def _fake_gradients(grad: Tensor, grad_last: Tensor | None, *arguments: Any) -> list[Tensor]:
     return _empty_gradients(*arguments[:5])
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     *tensors, ctx.is_delta = inputs
     ctx.set_materialize_grads(False)  # otherwise the last state's gradient would be a tensor of zeros
     ctx.save_for_backward(*tensors)
@@ -385,4 +367,24 @@ def _backward(ctx: Any, grad: Tensor | None, grad_last: Tensor | None) -> tuple[
     return *grads, None, grad_state if ctx.needs_input_grad[6] else None, None
 
 
-torch.library.register_autograd(_OP, _backward, setup_context=_setup_context)
+_ARGUMENTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor decay, Tensor rate, Tensor? starts, Tensor? state, bool is_delta"
+)
+
+define(
+    "recurrence",
+    f"({_ARGUMENTS}) -> (Tensor, Tensor)",
+    reference,
+    _fake,
+    save=_save,
+    backward=_backward,
+)
+define(
+    "recurrence_backward",
+    f"(Tensor grad, Tensor? grad_last, {_ARGUMENTS}) -> Tensor[]",
+    reference_backward,
+    _fake_gradients,
+)
+if has_triton():
+    torch.library.impl(f"{NAMESPACE}::recurrence", "CUDA", launch)
+    torch.library.impl(f"{NAMESPACE}::recurrence_backward", "CUDA", launch_backward)

@@ -5,11 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.kernels.library import NAMESPACE, register
-
-_OP = f"{NAMESPACE}::rotate"
-
-torch.library.define(_OP, "(Tensor x, Tensor cosine, Tensor sine, bool inverse) -> Tensor")
+from megalite.kernels.library import define, like_first
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
@@ -41,15 +37,7 @@ def reference(x: Tensor, cosine: Tensor, sine: Tensor, inverse: bool) -> Tensor:
     return (x * cosine + crossed * sine).to(x.dtype).contiguous()
 
 
-register(_OP, reference)
-
-
-@torch.library.register_fake(_OP)
-def _fake(x: Tensor, cosine: Tensor, sine: Tensor, inverse: bool) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, cosine, sine, ctx.inverse = inputs
     ctx.save_for_backward(cosine, sine)
 
@@ -58,4 +46,12 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
     return torch.ops.megalite.rotate(grad, *ctx.saved_tensors, not ctx.inverse), None, None, None
 
 
-torch.library.register_autograd(_OP, _backward, setup_context=_setup_context)
+define(
+    "rotate",
+    "(Tensor x, Tensor cosine, Tensor sine, bool inverse) -> Tensor",
+    reference,
+    like_first,
+    save=_save,
+    backward=_backward,
+    compiled=reference,
+)

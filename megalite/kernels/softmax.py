@@ -16,20 +16,11 @@ import torch
 from torch import Tensor
 
 from megalite.kernels.dropout import keep_threshold
-from megalite.kernels.library import NAMESPACE, register
+from megalite.kernels.library import define, no_result
 from megalite.kernels.philox import signed64
 from megalite.kernels.visible_keys import VisibleKeys
 
 _MAX_KEYS = 1024  # keys of a row that a program of the Triton kernels holds at once
-_OP = f"{NAMESPACE}::causal_softmax_"
-_BACKWARD = f"{NAMESPACE}::causal_softmax_backward_"
-_REST = (
-    "Tensor? slopes, Tensor? starts, Tensor? ends, Tensor? samples, float scale, float p, int key, int base, "
-    "int first, int seq_length"
-)
-
-torch.library.define(_OP, f"(Tensor(a!) scores, {_REST}) -> Tensor")
-torch.library.define(_BACKWARD, f"(Tensor(a!) scores, Tensor(b!) grad, Tensor log_sums, {_REST}) -> ()")
 
 
 class Drop(NamedTuple):
@@ -244,18 +235,23 @@ def _launch(name: str, tensors: tuple[Tensor, ...], *arguments: Any) -> None:
         )
 
 
-register(_OP, reference, triton=launch)
-register(_BACKWARD, reference_backward, triton=launch_backward)
-
-
-@torch.library.register_fake(_OP)
 def _fake(scores: Tensor, *_: object) -> Tensor:
     return scores.new_empty(scores.shape[:3], dtype=torch.promote_types(scores.dtype, torch.float32))
 
 
-@torch.library.register_fake(_BACKWARD)
-def _fake_backward(scores: Tensor, grad: Tensor, log_sums: Tensor, *_: object) -> None:
-    """Do nothing: a meta tensor has no values to change."""
+_REST = (
+    "Tensor? slopes, Tensor? starts, Tensor? ends, Tensor? samples, float scale, float p, int key, int base, "
+    "int first, int seq_length"
+)
+
+define("causal_softmax_", f"(Tensor(a!) scores, {_REST}) -> Tensor", reference, _fake, triton=launch)
+define(
+    "causal_softmax_backward_",
+    f"(Tensor(a!) scores, Tensor(b!) grad, Tensor log_sums, {_REST}) -> ()",
+    reference_backward,
+    no_result,
+    triton=launch_backward,
+)
 
 
 # An attention sink is one more logit per head in the sum of the softmax, with a value of zero: a weight is

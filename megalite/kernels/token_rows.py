@@ -12,14 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite.kernels.library import NAMESPACE, register
+from megalite.kernels.library import define
 
-_COPY = f"{NAMESPACE}::copy_to_rows"
-_SUM = f"{NAMESPACE}::sum_rows"
 _BLOCK = 1024  # features of a program of the Triton kernels
-
-torch.library.define(_COPY, "(Tensor x, Tensor places, Tensor? starts, int num_selected) -> Tensor")
-torch.library.define(_SUM, "(Tensor rows, Tensor places, Tensor? starts, int num_selected) -> Tensor")
 
 
 def copy_to_rows(x: Tensor, places: Tensor, starts: Tensor | None, num_selected: int) -> Tensor:
@@ -102,21 +97,15 @@ def _num_tokens(places: Tensor, starts: Tensor | None, num_selected: int) -> int
     return len(places) // num_selected if starts is None else len(starts)
 
 
-register(_COPY, copy_reference, triton=launch_copy)
-register(_SUM, sum_reference, triton=launch_sum)
-
-
-@torch.library.register_fake(_COPY)
 def _fake_copy(x: Tensor, places: Tensor, starts: Tensor | None, num_selected: int) -> Tensor:
     return x.new_empty(len(places), x.shape[1])
 
 
-@torch.library.register_fake(_SUM)
 def _fake_sum(rows: Tensor, places: Tensor, starts: Tensor | None, num_selected: int) -> Tensor:
     return rows.new_empty(_num_tokens(places, starts, num_selected), rows.shape[1])
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, places, starts, ctx.num_selected = inputs
     ctx.save_for_backward(places, starts)
 
@@ -131,5 +120,21 @@ def _backward_of_sum(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return copy_to_rows(grad, places, starts, ctx.num_selected), None, None, None
 
 
-torch.library.register_autograd(_COPY, _backward_of_copy, setup_context=_setup_context)
-torch.library.register_autograd(_SUM, _backward_of_sum, setup_context=_setup_context)
+define(
+    "copy_to_rows",
+    "(Tensor x, Tensor places, Tensor? starts, int num_selected) -> Tensor",
+    copy_reference,
+    _fake_copy,
+    save=_save,
+    backward=_backward_of_copy,
+    triton=launch_copy,
+)
+define(
+    "sum_rows",
+    "(Tensor rows, Tensor places, Tensor? starts, int num_selected) -> Tensor",
+    sum_reference,
+    _fake_sum,
+    save=_save,
+    backward=_backward_of_sum,
+    triton=launch_sum,
+)

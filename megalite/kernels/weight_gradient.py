@@ -8,15 +8,9 @@ import functools
 import torch
 from torch import Tensor
 
-from megalite.kernels.library import NAMESPACE, is_compiled, passes_trial
+from megalite.kernels.library import define, is_compiled, no_result, passes_trial
 
-_OP = f"{NAMESPACE}::add_weight_gradient_"
 _WITH_BIAS = "add_weight_and_bias_gradient_"
-
-torch.library.define(_OP, "(Tensor(a!) total, Tensor grad, Tensor x, bool overwrite) -> ()")
-torch.library.define(
-    f"{NAMESPACE}::{_WITH_BIAS}", "(Tensor(a!) total, Tensor grad, Tensor x, bool overwrite) -> Tensor"
-)
 
 
 def add_weight_gradient_(total: Tensor, grad: Tensor, x: Tensor, *, overwrite: bool = False) -> None:
@@ -133,15 +127,10 @@ def _implementation_with_bias(total: Tensor, grad: Tensor, x: Tensor, overwrite:
     return grad.sum(0, dtype=total.dtype)
 
 
-torch.library.impl(_OP, "default", _implementation)
-torch.library.impl(f"{NAMESPACE}::{_WITH_BIAS}", "default", _implementation_with_bias)
-
-
-@torch.library.register_fake(_OP)
-def _fake(total: Tensor, grad: Tensor, x: Tensor, overwrite: bool) -> None:
-    return None
-
-
-@torch.library.register_fake(f"{NAMESPACE}::{_WITH_BIAS}")
 def _fake_with_bias(total: Tensor, grad: Tensor, x: Tensor, overwrite: bool) -> Tensor:
     return total.new_empty(grad.shape[-1])
+
+
+_ARGUMENTS = "(Tensor(a!) total, Tensor grad, Tensor x, bool overwrite)"
+define("add_weight_gradient_", f"{_ARGUMENTS} -> ()", _implementation, no_result)
+define(_WITH_BIAS, f"{_ARGUMENTS} -> Tensor", _implementation_with_bias, _fake_with_bias)

@@ -2,12 +2,11 @@
 
 Shapes: s sequence, b microbatch, h hidden size, n query heads, g key/value heads, r = n/g, d head size,
 tp = tp.size. A rank has n/tp query heads, and g' = max(1, g/tp) key/value heads. With context parallelism,
-every s is s/cp outside of the attention core.
+s is the tokens of a rank outside of the attention core.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -51,11 +50,11 @@ class Attention(nn.Module):
         self.head_slice = context.attention_heads
         self.core = core.for_layer(layer, spec)
         self.number, self.spec = layer, spec
-        self.rotate = _unrotated if spec.rotary is None else core.rotations[spec.rotary]
+        self.rotate = _unchanged if spec.rotary is None else core.rotations[spec.rotary]
         self.rotation_index = None if spec.rotary is None else [*core.rotations].index(spec.rotary)
         self.local_heads = spec.num_heads // self.tp.size
         self.build_inputs(config, context)
-        self.sinks = SINKS[config.softmax_type](config, context)  # [n/tp]
+        self.sinks = _build_sinks(config, context)
         self.projection = RowParallelLinear(
             spec.num_heads * spec.value_dim,
             config.hidden_size,
@@ -85,7 +84,8 @@ class Attention(nn.Module):
         if spec.key_source is None:
             self.key_norm = build_head_norm(config, context, spec.num_groups, spec.head_dim)
             self.value_norm = HeadRMSNorm(config.norm_epsilon) if config.value_layernorm else nn.Identity()
-        self.clip = _bounded_by(config.clip_qkv)
+        bound = config.clip_qkv
+        self.clip = _unchanged if bound is None else partial(torch.clamp, min=-bound, max=bound)
         self.complete = self._complete_all
         if spec.key_source is not None:
             self.complete = self._complete_queries
@@ -115,8 +115,8 @@ class Attention(nn.Module):
         # q and the gate are [s, b, n/tp, d], k and v are [s, b, g', d]
         q, *gate, k, v = *self.queries_keys_values(x), *keys
         y = self.attend(q, k, v, sample_numbers, positions, *gate)  # [s, b, n/tp, d]
-        shared_keys = {self.number: (k, v)} if self.spec.gives_keys else {}
-        return BlockOutput(self.projection(y.flatten(2)), self.projection.bias, keys=shared_keys)
+        for_later = {self.number: (k, v)} if self.spec.gives_keys else {}
+        return BlockOutput(self.projection(y.flatten(2)), self.projection.bias, keys=for_later)
 
     @communication_point
     def queries_keys_values(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -215,37 +215,16 @@ class Attention(nn.Module):
         return *of_queries, *parts[num_query_parts:]
 
 
-def _bounded_by(bound: float | None) -> Callable[[Tensor], Tensor]:
-    """Return the function that limits the magnitude of each element."""
-    return _unbounded if bound is None else partial(torch.clamp, min=-bound, max=bound)
-
-
-def _unbounded(x: Tensor) -> Tensor:
+def _unchanged(x: Tensor, angles: Angles | None = None) -> Tensor:
     return x
 
 
-def _unrotated(x: Tensor, angles: Angles | None) -> Tensor:
-    return x
-
-
-def _no_sinks(config: ModelConfig, context: LayerContext) -> None:
-    return None
-
-
-def _zero_sinks(config: ModelConfig, context: LayerContext) -> Tensor:
-    """Return logits of 0, which add 1 to each sum (Miller 2023, "Attention is off by one")."""
-    num_local = config.num_attention_heads // context.tp.size
-    return torch.zeros(num_local, dtype=context.dtype, device=context.device)
-
-
-def _learned_sinks(config: ModelConfig, context: LayerContext) -> Tensor:
-    spec = ParameterSpec((config.num_attention_heads,), Cut("tp", 0), std=config.init_method_std, decay=False)
+def _build_sinks(config: ModelConfig, context: LayerContext) -> Tensor | None:
+    """Return the sinks of this rank's query heads, ``[n/tp]``, by --softmax-type; None without them."""
+    num_heads = config.num_attention_heads
+    if config.softmax_type == "vanilla":
+        return None
+    if config.softmax_type == "off-by-one":  # logits of 0 add 1 to each sum (Miller 2023)
+        return torch.zeros(num_heads // context.tp.size, dtype=context.dtype, device=context.device)
+    spec = ParameterSpec((num_heads,), Cut("tp", 0), std=config.init_method_std, decay=False)
     return new_parameter(spec, context)
-
-
-SINKS: Mapping[str, Callable[[ModelConfig, LayerContext], Tensor | None]] = {
-    "vanilla": _no_sinks,
-    "off-by-one": _zero_sinks,
-    "learnable": _learned_sinks,
-}
-"""Functions that build the sinks of this rank's query heads, ``[n/tp]``, by --softmax-type."""

@@ -6,7 +6,7 @@ every ``[s, b, h]`` is a rank's slice, ``[s/tp, b, h]``; with context parallelis
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -187,6 +187,9 @@ class BertStage(TransformerStage):
         tp = self.context.tp
         return reduce_from_tensor_parallel(loss if tp.rank == 0 else loss * 0.0, tp)
 
+
+STAGES: Mapping[str, type[TransformerStage]] = {"gpt": TransformerStage, "bert": BertStage}
+"""Class of a pipeline stage, by the config's `architecture`."""
 
 BERT = BertStage
 """Public name of `BertStage`."""

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from megalite.kernels.library import compile_problem, tag_compile_caches
-from megalite.model.shared_expert import SharedExpert
+from megalite.model.mlp import SharedExpert
 from megalite.model.stage import Stage
 from megalite.tensor_parallel.linear import ColumnParallelLinear
 from megalite.utils.errors import UserError
@@ -52,7 +52,7 @@ def compile_layers(stage: Stage, backend: str | Callable[..., Any] = "inductor")
         for module in layer.modules():
             if isinstance(module, ColumnParallelLinear):
                 module.fuses_gelu = False  # in a graph, autograd computes the linear layers' backward
-        communicates = stage.context.tp.size > 1 or stage.context.cp.size > 1
+        communicates = stage.context.tp.size > 1 or stage.context.topology.position_ranks.size > 1
         if communicates or stage.context.weight_gradient_store is not None:
             _communicate_between_graphs(layer)
         _leave_experts_eager(layer, compiled)

@@ -27,10 +27,9 @@ from megalite.kernels import fill_normal_, site_key
 from megalite.model.expert_dispatch import Dispatcher, dispatcher_for, within_capacity
 from megalite.model.grouped_linear import grouped_bias, grouped_linear
 from megalite.model.layer_state import BlockOutput
-from megalite.model.mlp import activation_of
+from megalite.model.mlp import SharedExpert, activation_of
 from megalite.model.recompute_region import recompute_output
 from megalite.model.routing_record import ChoiceObserver, RoutingStatistics, choose
-from megalite.model.shared_expert import SharedExpert
 from megalite.tensor_parallel.counter_random import Jitter
 from megalite.tensor_parallel.linear import depth_scaled_std
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_buffer, new_parameter

@@ -1,8 +1,8 @@
 """Gated DeltaNet, a recurrent mixer, over the heads of one rank (Qwen3-Next, Qwen3.5).
 
 Shapes: s sequence, b microbatch, h hidden size, g query and key heads, r value heads that share one, n = g r
-value heads, d size of a key head, e size of a value head, tp = tp.size. A rank has g/tp of the heads, and
-computes g' = g/(tp cp) and n' = n/(tp cp) of them.
+value heads, d size of a key head, e size of a value head, tp = tp.size. A rank has g/tp of the key heads, and
+computes g' of them, all without context parallelism, with their n' value heads.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from megalite.attention.positions import PositionInfo
 from megalite.config import ModelConfig
 from megalite.config.model.recurrence import DeltaNetSpec
 from megalite.kernels import recurrence, recurrence_problem, rms_norm_on
-from megalite.model.delta_rule import gated_delta_rule
-from megalite.model.recurrent_mixer import RecurrentMixer
-from megalite.model.short_convolution import ShortConvolution
+from megalite.model.chunked_recurrence import chunked_recurrence
+from megalite.model.recurrent_mixer import RecurrentMixer, ShortConvolution
 from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, depth_scaled_std
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_parameter
 from megalite.tensor_parallel.placement import Cut
@@ -89,7 +88,7 @@ class GatedDeltaNet(RecurrentMixer):
         q = q * spec.key_dim**-0.5
         state = None if saved is None else saved.state
         if self.kernel_problem:
-            y, state = gated_delta_rule(q, k, v.to(wide), decay, rate, starts, state)
+            y, state = chunked_recurrence(q, k, v, decay, rate, starts, state, is_delta=True)
         else:
             q, k = (each.to(projected.dtype) for each in (q, k))
             y, state = recurrence(q, k, v, decay, rate, starts, state, is_delta=True)

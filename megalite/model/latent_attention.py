@@ -6,7 +6,7 @@ rotated.
 
 Shapes: s sequence, b microbatch, h hidden size, n query heads, c width of the latent of keys and values, p
 elements of a query or key without positions, r its rotated elements, d = p + r, v size of a head's values,
-tp = tp.size. With context parallelism, every s is s/cp outside of the attention core.
+tp = tp.size. With context parallelism, s is the tokens of a rank outside of the attention core.
 """
 
 from __future__ import annotations

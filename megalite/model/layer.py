@@ -5,25 +5,71 @@ Shapes: s sequence, b microbatch, h hidden size, e size of the layer's own embed
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Protocol
+
 from torch import Tensor, nn
 
 from megalite.attention.core import StageCore
 from megalite.attention.positions import PositionInfo
 from megalite.batch.loss_terms import SharedKeys, Terms, WithTerms
 from megalite.batch.microbatch import SampleNumbers
-from megalite.config import ModelConfig, RecomputeConfig
+from megalite.config import AttentionSpec, ModelConfig, RecomputeConfig
+from megalite.config.model.attention import LatentSpec
+from megalite.config.model.layers import MixerSpec
+from megalite.config.model.recurrence import DeltaNetSpec, MambaSpec
 from megalite.config.model.transformer import NORMALIZED
 from megalite.kernels import ResidualSum
+from megalite.model.attention import Attention
+from megalite.model.embedding import EmbeddingGate
 from megalite.model.experts import MixtureOfExperts, Router
+from megalite.model.gated_delta_net import GatedDeltaNet
+from megalite.model.latent_attention import CachedLatentAttention, LatentAttention
 from megalite.model.layer_state import BlockOutput, LayerState
-from megalite.model.mixers import Mixer, build_mixer
+from megalite.model.mamba import Mamba
 from megalite.model.mlp import MLP
 from megalite.model.norm import build_norm
 from megalite.model.normed_experts import NormedExperts
-from megalite.model.per_layer_embedding import EmbeddingGate
 from megalite.tensor_parallel.counter_random import Dropout
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_parameter
 from megalite.utils.wrapping import wrap_point
+
+
+class Mixer(Protocol):
+    """Interface of a mixer, an `nn.Module`."""
+
+    def __call__(
+        self, x: Tensor, sample_numbers: SampleNumbers, positions: PositionInfo, *keys: Tensor
+    ) -> BlockOutput: ...
+
+    def recompute_parts(self, config: RecomputeConfig, norm: nn.Module) -> None:
+        """Let backward recompute the parts that the config names.
+
+        Args:
+            norm: norm of the mixer's input.
+        """
+
+
+_MIXERS: Mapping[type[MixerSpec], type[nn.Module]] = {
+    AttentionSpec: Attention,
+    LatentSpec: LatentAttention,
+    DeltaNetSpec: GatedDeltaNet,
+    MambaSpec: Mamba,
+}
+
+
+def build_mixer(
+    config: ModelConfig, context: LayerContext, core: StageCore, layer: int, spec: MixerSpec
+) -> nn.Module:
+    """Return the mixer of a layer.
+
+    Args:
+        core: attention core, shared by all layers of a stage; it also has the states of recurrent layers.
+        layer: number of the layer in the whole model.
+    """
+    is_latent_cached = core.is_cached and isinstance(spec, LatentSpec)
+    build = CachedLatentAttention if is_latent_cached else _MIXERS[type(spec)]
+    return build(config, context, core, layer, spec)
 
 
 class TransformerLayer(nn.Module):

@@ -1,8 +1,8 @@
 """Mamba-2, a recurrent mixer, over the heads of one rank.
 
 Shapes: s sequence, b microbatch, h hidden size, g groups, r heads of a group, n = g r heads, p head size,
-d state size, tp = tp.size. A rank has g/tp of the groups with their heads, and computes g' = g/(tp cp) groups
-with n' heads.
+d state size, tp = tp.size. A rank has g/tp of the groups with their heads, and computes g' of these groups,
+all without context parallelism, with n' heads.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from megalite.attention.core import StageCore
 from megalite.attention.positions import PositionInfo
 from megalite.config import ModelConfig
 from megalite.config.model.recurrence import MambaSpec
-from megalite.kernels import recurrence_problem
-from megalite.model.recurrent_mixer import RecurrentMixer
-from megalite.model.short_convolution import ShortConvolution
-from megalite.model.state_space import fused_scan, scan
+from megalite.kernels import recurrence, recurrence_problem
+from megalite.model.chunked_recurrence import chunked_recurrence
+from megalite.model.recurrent_mixer import RecurrentMixer, ShortConvolution
 from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, depth_scaled_std
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_parameter
 from megalite.tensor_parallel.placement import Cut
@@ -95,11 +94,14 @@ class Mamba(RecurrentMixer):
         A_log, dt_bias, D = (each.to(wide).view(-1, spec.group_heads) for each in own)  # [g', r]
         dt = F.softplus(step.to(wide) + dt_bias).clamp(min=spec.min_time_step)  # [s, b, g', r]
         x = x.unflatten(-1, (spec.group_heads, spec.head_dim))  # [s, b, g', r, p]
-        run = scan if self.kernel_problem else fused_scan
-        y, state = run(x, dt, -A_log.exp(), of_input, of_output, starts, state)
+        k, q = (each.permute(1, 2, 0, 3) for each in (of_input, of_output))  # [b, g', s, d]
+        v, rate = x.permute(1, 2, 3, 0, 4), dt.permute(1, 2, 3, 0)  # [b, g', r, s, p], [b, g', r, s]
+        decay = -A_log.exp().unsqueeze(-1) * rate
+        recur = chunked_recurrence if self.kernel_problem else recurrence
+        y, state = recur(q, k, v, decay, rate, starts, state, is_delta=False)
         if saved is not None:
             saved.inputs, saved.state = inputs, state
-        y = (y + D.unsqueeze(-1) * x).flatten(3)  # [s, b, g', r p]
+        y = (y.permute(3, 0, 1, 2, 4) + D.unsqueeze(-1) * x).flatten(3)  # [s, b, g', r p]
         weight = self.exchange.own(self.norm).view(-1, spec.group_rows[0])
         return gated_rms_norm(y, gate, weight, self.epsilon).flatten(2)
 

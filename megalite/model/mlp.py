@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from megalite.attention.positions import PositionInfo
 from megalite.batch.microbatch import SampleNumbers
 from megalite.config import ModelConfig, RecomputeConfig
+from megalite.config.model.feed_forward import ExpertsSpec
 from megalite.kernels import bias_gelu, bias_swiglu
 from megalite.model.layer_state import BlockOutput
 from megalite.model.recompute_region import recompute, recompute_output
@@ -27,6 +28,7 @@ from megalite.tensor_parallel.linear import (
     depth_scaled_std,
 )
 from megalite.tensor_parallel.parameter_spec import LayerContext
+from megalite.tensor_parallel.uncut_linear import UncutLinear
 from megalite.utils.wrapping import wrap, wrap_point
 
 
@@ -188,6 +190,27 @@ class MLP(nn.Module):
         """Map ``[s, b, ffn/tp]`` to ``[s, b, h]``."""
         y: Tensor = self.down(x)
         return y
+
+
+class SharedExpert(MLP):
+    """Computes mlp(x), or, with --moe-shared-expert-gate, sigmoid(gate(x)) * mlp(x).
+
+    The gate is one number for each token (Qwen2-MoE). Every tensor-parallel rank holds its weight ``[1, h]``.
+    """
+
+    def __init__(self, config: ModelConfig, context: LayerContext, spec: ExpertsSpec) -> None:
+        super().__init__(config, context, spec.shared_width)
+        self.gate = None
+        if spec.has_shared_gate:
+            h, std = config.hidden_size, config.init_method_std
+            # One row is no matrix for an optimizer of matrices, which would only divide it by its length.
+            self.gate = UncutLinear(h, 1, context, std=std, maps_features=False)
+
+    @wrap_point
+    def transform(self, x: Tensor) -> Tensor:
+        """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""
+        y: Tensor = super().transform(x)
+        return y if self.gate is None else y * self.gate(x).sigmoid()
 
 
 def _in_chunks(transform: Callable[[Tensor], Tensor], num_chunks: int, x: Tensor) -> Tensor:

@@ -18,8 +18,7 @@ from megalite.batch.loss_terms import LM_LOSS, Z_LOSS, LossTerm, WithTerms, add_
 from megalite.batch.microbatch import Microbatch
 from megalite.config import ModelConfig
 from megalite.kernels import site_key
-from megalite.model.embedding import Embedding
-from megalite.model.head import OutputLayer, VocabHead
+from megalite.model.embedding import Embedding, OutputLayer, VocabHead
 from megalite.model.layer_state import LayerState
 from megalite.tensor_parallel.counter_random import initialize
 from megalite.tensor_parallel.parameter_spec import (
@@ -94,10 +93,12 @@ class Stage(nn.Module, ABC):
     ) -> None:
         super().__init__()
         assert context.dtype == DTYPES[config.params_dtype], (context.dtype, config.params_dtype)
-        if self.mixes_tokens and context.cp.size > 1:
+        ranks = context.topology.position_ranks
+        if self.mixes_tokens and ranks.size > 1:
+            flags = " and ".join(f"--{name}" for name in ranks.spans)
             raise UserError(
                 f"{type(self).__name__} mixes the tokens of a rank alone (mixes_tokens), so a sample cannot "
-                f"be cut over {context.cp.size} ranks: remove --cp"
+                f"be cut over {ranks.size} ranks: remove {flags}"
             )
         self.config = config
         self.context = context

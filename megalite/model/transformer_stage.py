@@ -17,14 +17,12 @@ from megalite.batch.loss_terms import LM_LOSS, LossTerm
 from megalite.batch.microbatch import Microbatch
 from megalite.config import ModelConfig
 from megalite.config.model.transformer import NORMALIZED
-from megalite.model.embedding import Embedding, word_table
+from megalite.model.embedding import Embedding, EmbeddingForLayers, OutputLayer, word_table
 from megalite.model.experts import names_of_terms
-from megalite.model.head import OutputLayer
 from megalite.model.layer import TransformerLayer
 from megalite.model.layer_state import LayerState
 from megalite.model.multi_token_prediction import MultiTokenPrediction, mtp_loss_names, mtp_router_terms
 from megalite.model.norm import build_norm
-from megalite.model.per_layer_embedding import EmbeddingForLayers
 from megalite.model.recurrent_mixer import RecurrentMixer
 from megalite.model.stage import Stage
 from megalite.tensor_parallel.parameter_spec import LayerContext

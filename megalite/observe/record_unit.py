@@ -21,7 +21,7 @@ from megalite.config import ModelConfig, RecomputeConfig
 from megalite.distributed.axes import EXPERTS, MODEL, MeshSpec
 from megalite.distributed.topology import Topology
 from megalite.kernels.flash_attention import MAX_HEAD_DIM
-from megalite.model.architectures import STAGES
+from megalite.model.bert_stage import STAGES
 from megalite.model.layer import TransformerLayer
 from megalite.model.layer_state import LayerState
 from megalite.model.recompute import apply_recompute

@@ -103,7 +103,7 @@ _MAX_PNG_WIDTH = 16_000
 
 
 class Drawing:
-    """Boxes, text, lines and arrows on a white background, in pixels from the upper left corner."""
+    """Boxes, text and lines on a white background, in pixels from the upper left corner."""
 
     def __init__(self, width: float, height: float) -> None:
         self._parts = [
@@ -137,18 +137,6 @@ class Drawing:
             f'<polyline points="{path}" fill="none" stroke="{_hex(ink)}" stroke-width="{width:g}"/>'
         )
 
-    def arrow(self, x: float, y: float, to_x: float, to_y: float, ink: Colour = INK) -> None:
-        """Add a horizontal or vertical arrow."""
-        back_x, back_y = 5 * _sign(to_x - x), 5 * _sign(to_y - y)
-        head = (
-            f"{to_x:g},{to_y:g} {to_x - back_x - back_y / 2:g},{to_y - back_y - back_x / 2:g} "
-            f"{to_x - back_x + back_y / 2:g},{to_y - back_y + back_x / 2:g}"
-        )
-        self._parts.append(
-            f'<line x1="{x:g}" y1="{y:g}" x2="{to_x - back_x:g}" y2="{to_y - back_y:g}" '
-            f'stroke="{_hex(ink)}"/><polygon points="{head}" fill="{_hex(ink)}"/>'
-        )
-
     def content(self) -> str:
         """Return the content of the file."""
         return "\n".join([*self._parts, "</svg>", ""])
@@ -156,10 +144,6 @@ class Drawing:
 
 def _hex(colour: Colour) -> str:
     return "#{:02x}{:02x}{:02x}".format(*colour)
-
-
-def _sign(value: float) -> int:
-    return (value > 0) - (value < 0)
 
 
 class PngDrawing:

@@ -91,7 +91,7 @@ class ParameterSpec:
 
     @property
     def is_matrix(self) -> bool:
-        """Return whether it is a matrix, or several of equal shape along the leading dims, for Muon."""
+        """Return whether it is a matrix, or several of equal shape along the leading dims."""
         return self.maps_features and self.decay and not self.is_vocabulary and len(self.full_shape) > 1
 
     @property

@@ -18,8 +18,8 @@ from megalite.distributed.overlap_slots import OverlapSlots
 from megalite.distributed.topology import Topology
 from megalite.kernels.weight_gradient import has_widening_gemm
 from megalite.model.activation_offload import ActivationOffload, apply_offload
-from megalite.model.architectures import STAGES
 from megalite.model.attention import Attention
+from megalite.model.bert_stage import STAGES
 from megalite.model.compiled import check_compiler, compile_layers
 from megalite.model.experts import Router
 from megalite.model.recompute import apply_recompute

@@ -32,7 +32,6 @@ from megalite.model import (
     expert_exchange,
     experts,
     gated_delta_net,
-    head,
     latent_attention,
     layer,
     mamba,
@@ -42,8 +41,7 @@ from megalite.model import (
     normed_experts,
     recompute,
     recompute_region,
-    shared_expert,
-    short_convolution,
+    recurrent_mixer,
     stage,
 )
 from megalite.model.layer_state import LayerState
@@ -603,8 +601,12 @@ def _other_heads(mean: float) -> Change:
 def _on_later_stages(change: Callable[..., tuple[Any, ...]]) -> Change:
     """Change the arguments on all stages but the first."""
     return lambda original, topology: (
-        lambda *args: original(*(args if topology.pp.is_first else change(*args)))
+        lambda *args, **options: original(*(args if topology.pp.is_first else change(*args)), **options)
     )
+
+
+def _in_plain_order(ranks: Any, *_: Any) -> Any:
+    return ranks._replace(order=HeldPositions(ranks.axis.rank, ranks.axis.size))
 
 
 def _as_post_norm(module: Any, *_: Any) -> Any:
@@ -694,7 +696,7 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
         ("every rank has the ALiBi slopes of the first heads", "tp2", positions, "alibi_slopes",
          lambda original, topology: lambda n: original(n)[: n // topology.tp.size] * topology.tp.size,
          "bloom"),
-        ("the input gradient of the output layer is not summed", "tp2", head, "column_linear",
+        ("the input gradient of the output layer is not summed", "tp2", embedding, "column_linear",
          _without_sum),
         ("biases have weight decay after the first rank", "tp2", adamw.AdamW, "_update",
          lambda original, topology: lambda self, updates, *rest: original(
@@ -795,9 +797,9 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
         ("sinks of a ring count twice", "cp2+p2p", core, "differentiable",
          before(lambda q, k, v, blocks, sinks: (q, k, v, blocks, sinks + math.log(2.0))), "gpt-oss"),
         ("slices of ranks that exchange heads stay in the order of the ranks", "cp4+a2a+p2p",
-         exchange, "_order_of_ranks", instead(lambda cp, _: HeldPositions(cp.rank, cp.size))),
+         exchange.KeyRanks, "of", after(_in_plain_order)),
         ("tokens of the only layer that exchanges heads stay in the order of the ranks", "cp2",
-         exchange, "_order_of_ranks", instead(lambda cp, _: HeldPositions(cp.rank, cp.size)),
+         exchange.KeyRanks, "of", after(_in_plain_order),
          "mixed"),
         ("exchanged heads of a ring have the ALiBi slopes of the first ones", "cp4+a2a+p2p",
          parameter_spec.LayerContext, "attention_heads", lambda original, _: property(
@@ -869,7 +871,7 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
          complete_over("weight"), "gated"),
         ("gradients of the gates of layers' own embeddings are not summed", "tp2+sp",
          uncut_linear.UncutLinear, "__init__", complete_over("weight"), "gemma4 e2b"),
-        ("ranks after the first have a shared expert without its gate", "tp2", shared_expert.SharedExpert,
+        ("ranks after the first have a shared expert without its gate", "tp2", mlp.SharedExpert,
          "transform", lambda original, topology: mlp.MLP.transform if topology.tp.rank else original,
          "gated"),
     ],
@@ -1039,14 +1041,14 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
          _other_heads(1.0), "hybrid"),
         ("gradients of a recurrence's norm are not summed", "tp2", gated_delta_net.GatedNorm, "__init__",
          complete_over("weight"), "hybrid"),
-        ("states of later stages go on after a document's end", "pp2", gated_delta_net, "gated_delta_rule",
+        ("states of later stages go on after a document's end", "pp2", gated_delta_net, "chunked_recurrence",
          _on_later_stages(lambda q, k, v, decay, rate, starts, state: (
              q, k, v, decay, rate, None, state)), "hybrid"),
-        ("convolutions of later stages see the document before", "pp2", short_convolution.ShortConvolution,
+        ("convolutions of later stages see the document before", "pp2", recurrent_mixer.ShortConvolution,
          "forward", _on_later_stages(lambda self, x, starts, before: (self, x, None, before)), "hybrid"),
         ("slices recur with the convolution of the first heads", "cp2", exchange.HeadExchange, "own",
          lambda original, _: lambda self, each: (
-             original(self, each) if each.dim() == 1 else each.chunk(self.cp.size)[0]), "hybrid"),
+             original(self, each) if each.dim() == 1 else each.chunk(self.ranks.size)[0]), "hybrid"),
         ("tokens of zigzag slices recur in the order of the ranks", "cp2+p2p", HeldPositions,
          "in_position_order",
          instead(lambda self, x: x), "hybrid"),
@@ -1122,9 +1124,9 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
         ("skips of Mamba-2 have their gradient once for each slice", "cp2", mamba.Mamba, "recur",
          _with_heads("D", lambda each, topology: _gradient_times(
              each, float(topology.positions.count))), "nemotron-h"),
-        ("states of Mamba-2 on later stages go on after a document's end", "pp2", mamba, "scan",
-         _on_later_stages(lambda x, dt, a, of_input, of_output, starts, state: (
-             x, dt, a, of_input, of_output, None, state)), "nemotron-h"),
+        ("states of Mamba-2 on later stages go on after a document's end", "pp2", mamba, "chunked_recurrence",
+         _on_later_stages(lambda q, k, v, decay, rate, starts, state: (
+             q, k, v, decay, rate, None, state)), "nemotron-h"),
     ],
     "multi-token prediction": [
         ("the last stage's gradient of the word embedding is dropped", "pp2", optimizer,

@@ -29,7 +29,7 @@ from megalite.config import Config
 from megalite.distributed import collectives
 from megalite.distributed.topology import Topology
 from megalite.kernels import norm, packed_heads
-from megalite.model import recompute_region
+from megalite.model import chunked_recurrence, recompute_region
 from megalite.model.stage import StageProvider
 from megalite.model.transformer_stage import TransformerStage
 from megalite.tensor_parallel import linear, vocab_parallel
@@ -90,15 +90,31 @@ def _ignore(*tensors: Any) -> None:
     rules.ignore(*(each for each in tensors if isinstance(each, Tensor)))
 
 
+PAIRS: dict[tuple[Any, Any], Any] = {
+    (collectives._itself, collectives._summed): lambda x, tp: rules.convert(x, tp, src=I, dst=R),
+    (collectives._own_features, collectives._gathered_features): (
+        lambda x, tp: rules.convert(x, tp, src=I, dst=S(x.ndim - 1))
+    ),
+    (collectives._gathered_features, collectives._own_features): (
+        lambda x, tp: rules.all_gather(x, tp, src=S(x.ndim - 1), dst=I)
+    ),
+    (collectives._gathered_features, collectives._reduce_scattered_features): (
+        lambda x, tp: rules.all_gather(x, tp, src=S(x.ndim - 1), dst=R)
+    ),
+    (collectives._own_positions, collectives._gathered_positions): (
+        lambda x, tp: rules.convert(x, tp, src=I, dst=S(0))
+    ),
+    (collectives._gathered_positions, collectives._reduce_scattered_positions): (
+        lambda x, tp: rules.all_gather(x, tp, src=S(0), dst=R)
+    ),
+    (collectives._reduce_scattered_positions, collectives._gathered_positions): (
+        lambda x, tp: rules.reduce_scatter(x, tp, src=V, dst=S(0))
+    ),
+}
+"""Types of the collectives of `with_conjugate`, by what forward and backward do."""
 RULES: dict[Any, Any] = {
-    collectives._Copy: lambda *, x, tp: rules.convert(x, tp.group, src=I, dst=R),
+    collectives._WithConjugate: lambda *, x, axis, forward, backward: PAIRS[forward, backward](x, axis.group),
     collectives._Reduce: lambda *, x, tp: rules.all_reduce(x, tp.group, src=V, dst=I),
-    collectives._ScatterFeatures: lambda *, x, tp: rules.convert(x, tp.group, src=I, dst=S(x.ndim - 1)),
-    collectives._GatherFeatures: lambda *, x, tp: rules.all_gather(x, tp.group, src=S(x.ndim - 1), dst=I),
-    collectives._AllGather: lambda *, x, tp: rules.all_gather(x, tp.group, src=S(x.ndim - 1), dst=R),
-    collectives._ScatterSequence: lambda *, x, tp: rules.convert(x, tp.group, src=I, dst=S(0)),
-    collectives._GatherSequence: lambda *, x, tp: rules.all_gather(x, tp.group, src=S(0), dst=R),
-    collectives._ReduceScatter: lambda *, x, tp: rules.reduce_scatter(x, tp.group, src=V, dst=S(0)),
     linear._ColumnLinear: _column,
     linear._RowLinear: _row,
     linear._Computed: _computed,
@@ -107,7 +123,10 @@ RULES: dict[Any, Any] = {
 """Types of the functions that communicate: I is full with a full gradient, R is full with a partial gradient,
 V varies between ranks, P is partial."""
 
-LOCAL = (packed_heads.SplitHeads, norm._WithResidual, recompute_region._Keep, algebra._Attention)
+LOCAL = (
+    *(packed_heads.SplitHeads, norm._WithResidual, recompute_region._Keep, algebra._Attention),
+    chunked_recurrence._Scan,
+)
 """Functions without communication between the ranks of tp and dp."""
 
 

@@ -24,8 +24,7 @@ from megalite.config import ModelConfig
 from megalite.distributed.topology import Topology
 from megalite.frontends.huggingface.config import hf_config_of
 from megalite.frontends.huggingface.families import family_of
-from megalite.model.architectures import STAGES
-from megalite.model.bert_stage import BertStage
+from megalite.model.bert_stage import STAGES, BertStage
 from megalite.model.layer_state import LayerState
 from megalite.tensor_parallel.parameter_spec import LayerContext, spec_of
 from megalite.utils.errors import UserError, few, first_line

@@ -18,7 +18,7 @@ from megalite.config.option import flag_of
 from megalite.config.validate import problems_of
 from megalite.distributed.topology import Topology
 from megalite.frontends.command_line import NEEDED_TO_TRAIN, parse
-from megalite.model.architectures import STAGES
+from megalite.model.bert_stage import STAGES
 from megalite.model.stage import DTYPES
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, buffer_spec, spec_of
 from megalite.utils.errors import ConfigError, UserError

@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.profiler import DeviceType, ProfilerActivity
 
-from megalite.attention.blockwise import attend, attend_backward
+from megalite.attention.plain import attend, attend_backward
 from megalite.config import Config
 from megalite.distributed.axis import DEVICE, EventStack, Observer, observing
 from megalite.distributed.topology import Topology

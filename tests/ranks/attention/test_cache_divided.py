@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite.attention.cache import build_cache
+from megalite.attention.cache import CachedCore
 from megalite.batch.microbatch import Microbatch
 from megalite.config import ModelConfig, ParallelConfig
 from megalite.config.presets import PRESETS
@@ -80,7 +80,7 @@ def logits(topology: Topology, names: tuple[str, ...]) -> dict[str, tuple[list[T
     for name in names:
         config = config_of(name)
         stage = build_stage(
-            config, topology, range(config.num_layers), seed=3, cp_comm_type="p2p", attention=build_cache
+            config, topology, range(config.num_layers), seed=3, cp_comm_type="p2p", attention=CachedCore
         ).eval()
         core, results = stage.core, []
         for padding in (None, torch.tensor(PADDING)):
@@ -92,7 +92,7 @@ def logits(topology: Topology, names: tuple[str, ...]) -> dict[str, tuple[list[T
                 microbatch = core.local_microbatch(Microbatch(piece, piece, numbers, positions))
                 hidden = stage.hidden_states(microbatch, None)
                 if hidden.shape[0] != piece.shape[1]:
-                    hidden = core.own_positions.in_position_order(start_all_gather(hidden, core.cp).wait())
+                    hidden = core.own_positions.in_position_order(start_all_gather(hidden, core.ranks).wait())
                 pieces.append(all_gather_from(stage.logits(hidden), topology.tp)[..., :VOCAB])
             results.append(torch.cat(pieces))
         caches = [x for each in core.layers.values() for x in (each.keys, each.values) if x is not None]

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from megalite.attention.cache import CachedCore, build_cache
+from megalite.attention.cache import CachedCore
 from megalite.batch.microbatch import Microbatch
 from megalite.config import ParallelConfig
 from megalite.config.presets import PRESETS
@@ -98,7 +98,7 @@ def steps(topology, changes, sampling, batches, norm_factors=(1.0,)):
         range(first, first + count),
         seed=3,
         cp_comm_type="p2p",
-        attention=build_cache,
+        attention=CachedCore,
     ).eval()
     if stage.is_last:
         with torch.no_grad():

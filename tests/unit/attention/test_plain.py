@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from megalite.attention.algebra import Block, MergedAttention, merge_
-from megalite.attention.blockwise import Blocking
-from megalite.attention.plain import PlainKernel
+from megalite.attention.plain import Blocking, PlainKernel
 from megalite.config import ModelConfig
 from megalite.distributed.topology import Topology
 from megalite.kernels import CausalSoftmax

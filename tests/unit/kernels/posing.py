@@ -13,14 +13,14 @@ import torch
 ROOT = Path(__file__).parents[3]
 TESTS = (
     "activations",
-    "add_norm",
     "adamw",
     "cross_entropy",
     "dropout",
     "dropout_add",
     "linear_gelu",
     "norm",
-    "normal",
+    "norm_of_sum",
+    "philox_normal",
     "rotary",
     "softmax",
     "weight_gradient_and_bias",

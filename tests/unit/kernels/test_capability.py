@@ -13,7 +13,7 @@ SCRIPT = """
 import torch
 from megalite.kernels import activations, dropout, library, norm, rotary
 from megalite.kernels.cross_entropy import cross_entropy_statistics, statistics_reference
-from megalite.kernels.normal import fill_normal_, reference
+from megalite.kernels.philox import fill_normal_, fill_reference
 
 numbers = torch.arange(2)
 for dtype in (torch.float32, torch.bfloat16):
@@ -39,7 +39,7 @@ for dtype in (torch.float32, torch.bfloat16):
     )
 drawn, expected = torch.empty(1001), torch.empty(1001)
 fill_normal_(drawn, 7, std=2.0)
-reference(expected, 2.0, 0.0, 7, 0, 1001, 1001)
+fill_reference(expected, 2.0, 0.0, 7, 0, 1001, 1001)
 assert torch.equal(drawn, expected)
 print(library.implementation("dropout", "cpu"))
 """

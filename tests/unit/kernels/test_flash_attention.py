@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite.attention.blockwise import Blocking, attend
+from megalite.attention.plain import Blocking, attend
 from megalite.kernels import CausalSoftmax, Drop, VisibleKeys, dropout, flash_attention, site_key
 from megalite.kernels.flash_attention import (
     BLACKWELL_SIZES,

@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from megalite.attention import choice
-from megalite.attention.blockwise import Blocking
 from megalite.attention.choice import (
     BACKENDS,
     Case,
@@ -30,7 +29,7 @@ from megalite.attention.choice import (
 )
 from megalite.attention.core import LayerCore, StageCore
 from megalite.attention.kernels import FlexKernel, Kernel, SdpaKernel, TritonKernel
-from megalite.attention.plain import PlainKernel
+from megalite.attention.plain import Blocking, PlainKernel
 from megalite.attention.positions import alibi_slopes
 from megalite.config import ModelConfig
 from megalite.config.parallel import CpCommType

@@ -12,8 +12,7 @@ from torch import Tensor
 from megalite.batch.microbatch import Microbatch
 from megalite.config import ModelConfig, RecomputeConfig
 from megalite.distributed.topology import Topology
-from megalite.kernels.add_norm import bias_dropout_add_norm
-from megalite.kernels.norm import _rms_norm_of_sum
+from megalite.kernels.norm import _rms_norm_of_sum, bias_dropout_add_norm
 from megalite.model.layer import TransformerLayer
 from megalite.model.norm import LayerNorm, RMSNorm
 from megalite.model.stage import Stage

@@ -10,9 +10,13 @@ import torch
 from torch import Tensor
 
 from megalite.kernels import ResidualSum, layer_norm, layer_norm_on, rms_norm_on, site_key
-from megalite.kernels.add_norm import backward_reference, bias_dropout_add_norm, reference
 from megalite.kernels.library import is_compiled
-from megalite.kernels.norm import NormFunctions
+from megalite.kernels.norm import (
+    NormFunctions,
+    bias_dropout_add_norm,
+    sum_backward_reference,
+    sum_reference,
+)
 from megalite.kernels.philox import signed64
 from tests.unit.kernels.ulps import assert_within
 
@@ -52,10 +56,10 @@ def test_has_the_bits_of_its_two_operators(
     ops = torch.ops.megalite
     operands = (x, bias, residual, *site, weight, norm_bias, EPSILON)
     normal, total = ops.bias_dropout_add_norm(*operands)
-    assert equal((normal, total), reference(*operands))
+    assert equal((normal, total), sum_reference(*operands))
     operands = (grad, sum_grad, total, weight, centres, EPSILON, *site)
     found = ops.bias_dropout_add_norm_backward(*operands)
-    expected = backward_reference(*operands)
+    expected = sum_backward_reference(*operands)
     assert equal(found[:2], expected[:2])
     *norm_grads, bias_grad = found[2].view(-1, columns)
     *expected_norm_grads, _ = expected[2].view(-1, columns)
@@ -74,7 +78,7 @@ def test_many_rows(centres: bool) -> None:
     wide = [
         each.double() if isinstance(each, Tensor) and each.is_floating_point() else each for each in operands
     ]
-    exact = backward_reference(*wide)
+    exact = sum_backward_reference(*wide)
     for found, expected in zip((of_residual, of_x, sums), exact, strict=True):
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-4)
 

@@ -1,14 +1,9 @@
-"""The gated delta rule, chunk by chunk (Yang et al. 2024, arXiv 2412.06464).
+"""Compute what `megalite.kernels.recurrence` computes in plain PyTorch, chunk by chunk.
 
-A head has a state S, a matrix that maps keys to values. Each token lets it decay, and then changes what it
-returns for the token's key k towards the token's value v:
-
-    S = exp(decay) S
-    S = S + rate k (v - S^T k)^T
-    output = S^T q
-
-Within a chunk, the changes u = rate (v - S^T k) of all tokens solve one triangular system, since each depends
-on those before it. Only the state at the chunk's start is computed one chunk after the other.
+A token writes k u^T to the state S, after its decay. With the delta rule, the changes u = rate (v - S^T k) of
+a chunk's tokens solve one triangular system, since each depends on those before it (Yang et al. 2024, arXiv
+2412.06464); otherwise u = rate v (Dao and Gu 2024, arXiv 2405.21060, section 6). Only the state at a chunk's
+start is computed one chunk after the other.
 
 Shapes: b samples, g query and key heads of this rank, r value heads that share one, s tokens, d size of a key
 head, e size of a value head, m chunks, c tokens of a chunk.
@@ -27,7 +22,7 @@ CHUNK = 64
 """Tokens of a chunk, of which every pair is compared."""
 
 
-def gated_delta_rule(
+def chunked_recurrence(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -36,34 +31,34 @@ def gated_delta_rule(
     starts: Tensor | None = None,
     state: Tensor | None = None,
     chunk: int = CHUNK,
+    *,
+    is_delta: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return the outputs, ``[b, g, r, s, e]``, and the last state, ``[b, g, r, d, e]``.
+    """Return the outputs, ``[b, g, r, s, e]``, and the last state, ``[b, g, r, d, e]``, in at least fp32.
 
     Args:
-        q, k: ``[b, g, s, d]``, in at least fp32.
-        v: ``[b, g, r, s, e]``.
-        decay: logarithm of the factor of the state, at most 0, ``[b, g, r, s]``.
-        rate: ``[b, g, r, s]``.
-        starts: see `PositionInfo`; a document starts with a state of zeros.
-        state: state before the first token; by default zeros.
+        q, k, v, decay, rate, starts, state, is_delta: see `megalite.kernels.recurrence`.
         chunk: tokens of a chunk.
     """
     num_tokens = q.shape[-2]
+    q, k, v = (each.to(decay.dtype) for each in (q, k, v))
     size = min(chunk, num_tokens)
     q, k, v = (_in_chunks(each, size, dim=-2) for each in (q, k, v))  # [b, g, m, c, d], [b, g, r, m, c, e]
     q, k = q.unsqueeze(2), k.unsqueeze(2)  # [b, g, 1, m, c, d]
     decay, rate = (_in_chunks(each, size, dim=-1) for each in (decay, rate))  # [b, g, r, m, c]
     total = decay.cumsum(-1)
-    sees = _sees(starts, size, num_tokens, q.device)
+    sees_tokens, sees_state = _sees(starts, size, num_tokens, q.device)
     # Masked before exp: after it, the factors of later tokens could be infinite.
-    between = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(~sees.tokens, -torch.inf).exp()
-    since_start = total.exp() * sees.state  # [b, g, r, m, c]
+    between = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(~sees_tokens, -torch.inf).exp()
+    since_start = total.exp() * sees_state  # [b, g, r, m, c]
     to_end = between[..., -1, :]
 
-    system = rate.unsqueeze(-1) * (k @ k.mT) * between  # the diagonal counts as 1
-    rated = torch.cat((v * rate.unsqueeze(-1), k * (rate * since_start).unsqueeze(-1)), dim=-1)
-    solved = torch.linalg.solve_triangular(system, rated, upper=False, unitriangular=True)
-    changes, of_state = solved.split((v.shape[-1], k.shape[-1]), dim=-1)
+    changes, of_state = v * rate.unsqueeze(-1), None
+    if is_delta:
+        system = rate.unsqueeze(-1) * (k @ k.mT) * between  # the diagonal counts as 1
+        rated = torch.cat((changes, k * (rate * since_start).unsqueeze(-1)), dim=-1)
+        solved = torch.linalg.solve_triangular(system, rated, upper=False, unitriangular=True)
+        changes, of_state = solved.split((v.shape[-1], k.shape[-1]), dim=-1)
     scores = (q @ k.mT) * between
     reads = q * since_start.unsqueeze(-1)
     writes = k * to_end.unsqueeze(-1)
@@ -85,7 +80,7 @@ class _Scan(torch.autograd.Function):
 
     Args of forward:
         changes: changes for a state of zeros, ``[b, g, r, m, c, e]``.
-        of_state: what the state subtracts from them, ``[b, g, r, m, c, d]``.
+        of_state: what the state subtracts from them, ``[b, g, r, m, c, d]``; None without the delta rule.
         writes: keys that add them to the next chunk's state, ``[b, g, r, m, c, d]``.
         kept: factor of the state from chunk to chunk, ``[b, g, r, m, 1, 1]``.
         state: ``[b, g, r, d, e]``.
@@ -93,61 +88,56 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, changes: Tensor, of_state: Tensor, writes: Tensor, kept: Tensor, state: Tensor
+        ctx: Any, changes: Tensor, of_state: Tensor | None, writes: Tensor, kept: Tensor, state: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         results, states = [], []
-        chunks = zip(*(each.unbind(3) for each in (changes, of_state, writes, kept)), strict=True)
-        for change, weight, write, factor in chunks:
-            change = change - weight @ state
+        for i in range(changes.shape[3]):
+            change = changes[:, :, :, i]
+            if of_state is not None:
+                change = change - of_state[:, :, :, i] @ state
             results.append(change)
             states.append(state)
-            state = state * factor + write.mT @ change
+            state = state * kept[:, :, :, i] + writes[:, :, :, i].mT @ change
         result, starts = torch.stack(results, dim=3), torch.stack(states, dim=3)
         ctx.save_for_backward(result, starts, of_state, writes, kept)
         return result, starts, state.clone()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         changes, states, of_state, writes, kept = ctx.saved_tensors
         grad_changes, grad_states, grad = grads
         of_changes, of_ends = [], []
-        chunks = zip(
-            *(each.unbind(3) for each in (grad_changes, grad_states, of_state, writes, kept)), strict=True
-        )
-        for of_change, of_start, weight, write, factor in reversed([*chunks]):
-            of_change = of_change + write @ grad
+        for i in reversed(range(changes.shape[3])):
+            of_change = grad_changes[:, :, :, i] + writes[:, :, :, i] @ grad
             of_changes.append(of_change)
             of_ends.append(grad)
-            grad = grad * factor - weight.mT @ of_change + of_start
+            grad = grad * kept[:, :, :, i] + grad_states[:, :, :, i]
+            if of_state is not None:
+                grad = grad - of_state[:, :, :, i].mT @ of_change
         of_change, of_end = (torch.stack(each[::-1], dim=3) for each in (of_changes, of_ends))
+        of_weight = None if of_state is None else -of_change @ states.mT
         of_factor = (of_end * states).sum((-2, -1), keepdim=True)
-        return of_change, -of_change @ states.mT, changes @ of_end.mT, of_factor, grad
+        return of_change, of_weight, changes @ of_end.mT, of_factor, grad
 
 
-class _Sees:
-    """Holds which of a chunk's tokens, and whether the state at its start, a token sees."""
+def _sees(starts: Tensor | None, size: int, num_tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return which of a chunk's tokens, and whether the state at its start, a token sees.
 
-    def __init__(self, tokens: Tensor, state: Tensor) -> None:
-        self.tokens = tokens  # [b or 1, 1, 1, m or 1, c, c]
-        self.state = state  # [b or 1, 1, 1, m or 1, c]
-
-
-def _sees(starts: Tensor | None, size: int, num_tokens: int, device: torch.device) -> _Sees:
-    """Return what each token sees: of its document, the tokens up to its own.
+    They are ``[b or 1, 1, 1, m or 1, c, c]`` and ``[b or 1, 1, 1, m or 1, c]``. A token sees the tokens of
+    its document up to its own.
 
     Args:
-        starts: see `PositionInfo`.
         size: tokens of a chunk.
     """
     causal = torch.ones(size, size, dtype=torch.bool, device=device).tril()
     if starts is None:
-        return _Sees(causal, causal.new_ones(size))
+        return causal, causal.new_ones(size)
     missing = -num_tokens % size
     starts = torch.cat((starts, starts[:, -1:].expand(-1, missing)), dim=1).unflatten(1, (-1, size))
     positions = torch.arange(num_tokens + missing, device=device).view(-1, size)  # [m, c]
     tokens = causal & (positions[:, None, :] >= starts.unsqueeze(-1))  # [b, m, c, c]
-    return _Sees(tokens[:, None, None], (starts < positions[:, :1])[:, None, None])
+    return tokens[:, None, None], (starts < positions[:, :1])[:, None, None]
 
 
 def _in_chunks(x: Tensor, size: int, dim: int) -> Tensor:

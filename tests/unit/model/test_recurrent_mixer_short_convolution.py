@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megalite.model.short_convolution import ShortConvolution
+from megalite.model.recurrent_mixer import ShortConvolution
 from megalite.tensor_parallel.parameter_spec import LayerContext
 
 S, B, C = 9, 2, 6
