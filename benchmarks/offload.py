@@ -33,8 +33,7 @@ from megalite.distributed.topology import Topology
 from megalite.kernels import adamw_
 from megalite.optim.adamw import MOMENTS
 from megalite.optim.offload import OffloadedUpdate, OptimizerOffload
-from megalite.optim.state_file import NUM_THREADS, FileStorage
-from megalite.optim.state_storage import StateSize
+from megalite.optim.state_storage import NUM_THREADS, FileStorage, StateSize
 
 KINDS = ("main", *MOMENTS)
 UPDATE_BYTES = 28
@@ -110,7 +109,8 @@ def _update(offload: OptimizerOffload, num_elements: int) -> Callable[[], None]:
 
     def update() -> None:
         offload.begin()
-        offload.copy_gradients([state.gradient for state in states])
+        if offload.gradients is not None:
+            offload.gradients.copy_missing([state.gradient for state in states])
         offload.start_update(states, 1.0)
         offload.finish()
 

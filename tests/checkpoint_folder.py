@@ -7,17 +7,23 @@ import json
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megalite.checkpoint.convert.model_settings import parameters_of
+from megalite.checkpoint.convert.target import ConversionPlan, whole_folder, write_megalite
 from megalite.checkpoint.folder import LATEST, name_of
 from megalite.checkpoint.manifest import INDEX, RUN, SUMS, seal
 from megalite.checkpoint.parameter_range import ParameterRange
+from megalite.checkpoint.progress import TrainingProgress
 from megalite.checkpoint.tensor_files import FilePiece, write_file
+from megalite.config import Config, DataConfig
 from megalite.distributed.topology import Topology
+from megalite.model.stage import Stage
 
 FULL = torch.arange(24, dtype=torch.float64).view(4, 6)
 """The tensor `cut`."""
@@ -47,6 +53,38 @@ def cut_pieces() -> list[dict[str, FilePiece]]:
                 )
             files.append(pieces)
     return files
+
+
+@dataclass
+class MemorySource:
+    """A model whose weights are in memory, as the source of a conversion."""
+
+    config: Config
+    weights: Mapping[str, Tensor]
+    progress: TrainingProgress
+    hugging_face: Mapping[str, Any] | None = None
+
+    @staticmethod
+    def of(
+        stage: Stage, data: DataConfig | None = None, progress: TrainingProgress | None = None
+    ) -> MemorySource:
+        """Takes a stage of the whole model, without the vocabulary's padding."""
+        specs = parameters_of(stage.config)
+        weights = {name: stage.get_parameter(name).data[: spec.used_shape[0]] for name, spec in specs.items()}
+        config = Config(model=stage.config, data=data or DataConfig())
+        return MemorySource(config, weights, progress or TrainingProgress())
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        return self.weights[name].dtype
+
+    def tensor(self, name: str) -> Tensor:
+        return self.weights[name]
+
+    def save(self, folder: Path) -> Path:
+        """Writes our folder with one checkpoint of the weights."""
+        with whole_folder(folder, 0) as aside:
+            write_megalite(aside, ConversionPlan(self, folder))
+        return folder
 
 
 def write_checkpoint(

@@ -81,8 +81,8 @@ CLASS_VERBS = {
     *("Selects", "Sends", "Splits", "Starts", "Stores", "Sums", "Updates", "Wraps", "Writes"),
 }
 """Verbs that do not begin the docstring of a class, a noun phrase such as "Options of BERT samples"."""
-CLASSES_WITH_VERBS = {"attention", "convert", "frontends", "model"}
-"""Packages whose classes still begin so; convert is in checkpoint"""
+CLASSES_WITH_VERBS = {"attention", "frontends", "model"}
+"""Packages whose classes still begin so"""
 
 SOURCES = sorted((ROOT / "megalite").rglob("*.py"))
 PROGRAMS = sorted([*ROOT.glob("pretrain_*.py"), *(ROOT / "tools").glob("*.py")])

@@ -29,6 +29,7 @@ from megalite.distributed.topology import Topology
 from megalite.utils.errors import UserError
 
 UNTIED = "untie_embeddings_and_output_weights"
+_SAME_ADVICE = "use the checkpoint's values, or remove --load"
 _FINETUNE_ADVICE = "--finetune loads only the weights and starts a new run"
 
 
@@ -83,11 +84,8 @@ def _from_json(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-class _Findings(NamedTuple):
-    """Result of a comparison: errors that prevent loading, and notices for the log."""
-
-    mistakes: list[str]
-    notices: list[str]
+class _Mistake(str):
+    """Difference that prevents loading; other texts are notices for the log."""
 
 
 def check_compatibility(
@@ -111,20 +109,20 @@ def check_compatibility(
         ValueError: the description is damaged.
     """
     here = compatibility_record(config, topology, data)
-    found = [_compare_models(description["model"], checkpoint, config)]
+    found = [*_compare_models(description["model"], checkpoint, config)]
     if not config.checkpoint.finetune:
-        found += [
-            _compare_runs(description["run"], here["run"], checkpoint, config),
-            _compare_schedules(_mapping(description, "schedule"), here["schedule"], checkpoint, config),
-            _compare_data(description, here, checkpoint, config, topology.sample_ranks.size),
-        ]
-    found += [
-        _compare_settings(description, here, checkpoint, config),
-        _compare_tokenizers(description.get("tokenizer"), here["tokenizer"], checkpoint),
-    ]
-    if mistakes := [mistake for each in found for mistake in each.mistakes]:
+        found += _compare_runs(description["run"], here["run"], checkpoint, config)
+        found += _compare_schedules(_mapping(description, "schedule"), here["schedule"], checkpoint, config)
+        found += _compare_data(description, here, checkpoint, config, topology.sample_ranks.size)
+    found += _compare_settings(description, here, checkpoint, config)
+    if None not in (saved := description.get("tokenizer"), here["tokenizer"]) and saved != here["tokenizer"]:
+        found.append(
+            f"checkpoint {checkpoint} was trained with another tokenizer, so ids mean other text: pass the "
+            "same tokenizer unless you know that they are equal"
+        )
+    if mistakes := [each for each in found if isinstance(each, _Mistake)]:
         raise UserError("\n".join(mistakes))
-    return [notice for each in found for notice in each.notices]
+    return found
 
 
 def resumed_config(description: Mapping[str, Any], config: Config) -> Config:
@@ -152,16 +150,16 @@ def is_newly_untied(description: Mapping[str, Any], config: Config) -> bool:
 
 def model_differences(saved: ModelConfig, here: ModelConfig) -> list[Difference]:
     """Return the fields in which two models differ, except precision and fields without effect."""
-    return _model_differences(_resolved(saved), _resolved(here))
+    return _without_following(_differences(_resolved(saved), _resolved(here)))
 
 
-def _model_differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[Difference]:
+def _without_following(differences: Iterator[Difference]) -> list[Difference]:
     """Return differences of resolved fields, without those that only follow from others.
 
     A field without effect in one of the models is None there. If it has its default in the other model, the
     difference is in the field that gives it an effect.
     """
-    found = list(_differences(saved, here))
+    found = list(differences)
     return [each for each in found if not _follows(each)] or found
 
 
@@ -171,17 +169,28 @@ def _follows(difference: Difference) -> bool:
     return field is not None and field.default is not None and None in values and field.default in values
 
 
-def _compare_models(saved: Mapping[str, Any], checkpoint: Path, config: Config) -> _Findings:
+def _compare_models(saved: Mapping[str, Any], checkpoint: Path, config: Config) -> Iterator[str]:
     known = {field.name for field in dataclasses.fields(ModelConfig)}
     model = ModelConfig(**{name: value for name, value in saved.items() if name in known})
     unknown_fields = {name: value for name, value in saved.items() if name not in known}
     refused, allowed = list[Difference](), list[Difference]()
-    for difference in _model_differences(_resolved(model) | unknown_fields, _resolved(config.model)):
+    for difference in _without_following(
+        _differences(_resolved(model) | unknown_fields, _resolved(config.model))
+    ):
         is_free = config.checkpoint.finetune and _keeps_shapes(difference)
         unties = difference.name == UNTIED and difference.here  # the output weight starts as the word table
         (allowed if is_free or unties else refused).append(difference)
-    mistakes = [_mistake(checkpoint, "has another model", refused, _model_advice(refused))] if refused else []
-    return _Findings(mistakes, _changed(checkpoint, allowed))
+    if any(difference.name == UNTIED for difference in refused):
+        yield _mistake(
+            checkpoint,
+            "has another model",
+            refused,
+            "its output weight differs from its word embedding, but a tied model has only one weight: pass "
+            "--untie-embeddings-and-output-weights, or --finetune to drop it",
+        )
+    elif refused:
+        yield _mistake(checkpoint, "has another model", refused, _SAME_ADVICE)
+    yield from _changed(checkpoint, allowed)
 
 
 def _keeps_shapes(difference: Difference) -> bool:
@@ -203,47 +212,38 @@ def _resolved(model: ModelConfig) -> dict[str, Any]:
         raise ValueError("run.json is damaged: its model has impossible values") from error
 
 
-def _model_advice(refused: list[Difference]) -> str:
-    if any(difference.name == UNTIED for difference in refused):
-        return (
-            "its output weight differs from its word embedding, but a tied model has only one weight: pass "
-            "--untie-embeddings-and-output-weights, or --finetune to drop it"
-        )
-    return "use the checkpoint's values, or remove --load"
-
-
 def _compare_runs(
     saved: Mapping[str, Any], here: Mapping[str, Any], checkpoint: Path, config: Config
-) -> _Findings:
+) -> Iterator[str]:
     differences = list(_differences(saved, here)) if saved else []  # converted checkpoints have no run
     if not differences:
-        return _Findings([], [])
-    advice = "use the checkpoint's values, or remove --load"
+        return
+    advice = _SAME_ADVICE
     for name, value, _ in differences:
         if name == "global_batch_size" and config.training.global_batch_size is None:
             advice = f"pass --global-batch-size {value}; its default depends on the number of replicas"
-    return _Findings(
-        [_mistake(checkpoint, "belongs to another run", differences, f"{advice}; {_FINETUNE_ADVICE}")], []
-    )
+    yield _mistake(checkpoint, "belongs to another run", differences, f"{advice}; {_FINETUNE_ADVICE}")
 
 
 def _compare_schedules(
     saved: Mapping[str, Any], here: Mapping[str, Any], checkpoint: Path, config: Config
-) -> _Findings:
-    differences = list(_differences(saved, here))
-    if not differences or not saved:
-        return _Findings([], [])
+) -> Iterator[str]:
+    differences = list(_differences(saved, here)) if saved else []
+    if not differences:
+        return
     if not loads_optimizer(config.checkpoint):
-        return _Findings([], [f"the schedule differs from the checkpoint's: {_listed(differences)}"])
+        yield f"the schedule differs from the checkpoint's: {_listed(differences)}"
+        return
     if config.checkpoint.override_opt_param_scheduler:
-        notice = f"the command line's schedule is used, not the checkpoint's: {_listed(differences)}"
-        return _Findings([], [notice])
+        yield f"the command line's schedule is used, not the checkpoint's: {_listed(differences)}"
+        return
     if saved.keys() & {"lr_warmup_iters"} != here.keys() & {"lr_warmup_iters"}:
         advice = "one counts iterations, the other samples: pass --override-opt-param-scheduler"
     elif config.checkpoint.use_checkpoint_opt_param_scheduler:
         if "decoupled_lr" not in saved.keys() - here.keys():
             kept = [f"{name} {_shown(value)} (not {_shown(now)})" for name, value, now in differences]
-            return _Findings([], [f"the checkpoint's schedule is kept: {', '.join(kept)}"])
+            yield f"the checkpoint's schedule is kept: {', '.join(kept)}"
+            return
         advice = f"also pass --decoupled-lr {saved['decoupled_lr']}: the optimizer groups its weights by it"
     else:
         advice = (
@@ -254,12 +254,12 @@ def _compare_schedules(
         if decay and getattr(config.optimizer, decay.name, 0) is None:
             unit = decay.name.removeprefix("lr_decay_")
             advice += f" (without --lr-decay-{unit} the decay ends with the run, at --train-{unit})"
-    return _Findings([_mistake(checkpoint, "has another schedule", differences, advice)], [])
+    yield _mistake(checkpoint, "has another schedule", differences, advice)
 
 
 def _compare_settings(
     description: Mapping[str, Any], here: Mapping[str, Any], checkpoint: Path, config: Config
-) -> _Findings:
+) -> Iterator[str]:
     saved = {name: value for name, value in description["model"].items() if name in here["settings"]}
     if not config.checkpoint.finetune:  # a new run can have other settings
         saved |= _mapping(description, "settings")
@@ -267,99 +267,86 @@ def _compare_settings(
     for difference in _differences_of_shared(saved, here["settings"]):
         is_harmless = resume_rule(difference.name) is OnResume.LOGGED
         (harmless if is_harmless else refused).append(difference)
-    notices = _changed(checkpoint, harmless)
-    if not refused:
-        return _Findings([], notices)
+    yield from _changed(checkpoint, harmless)
     loads = loads_optimizer(config.checkpoint)
     if loads and any(difference.name == "optimizer" for difference in refused):
         advice = f"its optimizer state is of another kind: pass --no-load-optim; {_FINETUNE_ADVICE}"
-        return _Findings([_mistake(checkpoint, "has other settings", refused, advice)], notices)
-    if not loads or config.checkpoint.allow_settings_change:
-        return _Findings([], [*notices, f"the settings differ from the checkpoint's: {_listed(refused)}"])
-    advice = (
-        "use the checkpoint's values, or pass --allow-settings-change to continue with the new ones; "
-        f"{_FINETUNE_ADVICE}"
-    )
-    return _Findings([_mistake(checkpoint, "has other settings", refused, advice)], notices)
+        yield _mistake(checkpoint, "has other settings", refused, advice)
+    elif refused and (not loads or config.checkpoint.allow_settings_change):
+        yield f"the settings differ from the checkpoint's: {_listed(refused)}"
+    elif refused:
+        advice = (
+            "use the checkpoint's values, or pass --allow-settings-change to continue with the new ones; "
+            f"{_FINETUNE_ADVICE}"
+        )
+        yield _mistake(checkpoint, "has other settings", refused, advice)
 
 
 def _compare_data(
     description: Mapping[str, Any], here: Mapping[str, Any], checkpoint: Path, config: Config, dp: int
-) -> _Findings:
+) -> Iterator[str]:
     options = list(_differences_of_shared(_mapping(description, "data"), here["data"]))
     changed = [str(each) for each in options if resume_rule(each.name) is not OnResume.CORPUS]
-    notices = []
     if description.get("data") and "settings" not in description:
-        notices.append(
+        yield (
             f"checkpoint {checkpoint} was saved by an earlier version, which did not record the contents of "
             "its corpora or the optimizer settings: changes of these are not detected"
         )
     saved = _mapping(description, "corpora")
-    if saved and here["corpora"] is not None:
+    knows_both = bool(saved) and here["corpora"] is not None
+    if knows_both:
         trained, evaluated = data_differences(saved, here["corpora"])
         changed += trained
         if evaluated:
-            notices.append(f"evaluation reads other data than the checkpoint's run: {', '.join(evaluated)}")
+            yield f"evaluation reads other data than the checkpoint's run: {', '.join(evaluated)}"
     elif flags := [each for each in options if resume_rule(each.name) is OnResume.CORPUS]:
-        notices.append(f"data flags differ from the checkpoint's: {_listed(flags)}")
+        yield f"data flags differ from the checkpoint's: {_listed(flags)}"
     if not changed:
-        return _Findings([], [*notices, *_reordered(description, config, dp)])
-    if config.checkpoint.allow_data_change:
-        if saved and here["corpora"] is not None:
-            num_consumed = int(_mapping(description, "progress").get("consumed_samples", 0))
-            counts = samples_lost_and_repeated(saved, here["corpora"], num_consumed, _num_samples(config, dp))
-            notices += [f"in the order of the new blend, {', '.join(counts)}"] if counts else []
-        notice = (
+        yield from _reordered(description, config, dp)
+    elif config.checkpoint.allow_data_change:
+        yield (
             f"the data differ from the checkpoint's: {', '.join(changed)}; the next samples follow the new "
             "order"
         )
-        return _Findings([], [notice, *notices])
-    advice = (
-        "use the checkpoint's data, or pass --allow-data-change to continue in the order of the new data; "
-        f"{_FINETUNE_ADVICE}"
-    )
-    mistake = f"checkpoint {checkpoint} was trained on other data: {', '.join(changed)}; {advice}"
-    return _Findings([mistake], notices)
+        if knows_both:
+            num_consumed = int(_mapping(description, "progress").get("consumed_samples", 0))
+            counts = samples_lost_and_repeated(saved, here["corpora"], num_consumed, _num_samples(config, dp))
+            if counts:
+                yield f"in the order of the new blend, {', '.join(counts)}"
+    else:
+        yield _Mistake(
+            f"checkpoint {checkpoint} was trained on other data: {', '.join(changed)}; use the checkpoint's "
+            f"data, or pass --allow-data-change to continue in the order of the new data; {_FINETUNE_ADVICE}"
+        )
 
 
-def _reordered(description: Mapping[str, Any], config: Config, dp: int) -> list[str]:
-    """Return a notice of the corpora that the new length of the run reorders."""
+def _reordered(description: Mapping[str, Any], config: Config, dp: int) -> Iterator[str]:
+    """Yield a notice of the corpora that the new length of the run reorders."""
     saved, settings = _mapping(description, "corpora"), _mapping(description, "settings")
     length = {name: settings[name] for name in ("train_iters", "train_samples") if name in settings}
     is_packed = config.data.sft or config.data.packs_documents
     if not saved or not length or is_packed or config.model.architecture != "gpt":
-        return []
+        return
     before = dataclasses.replace(config, training=dataclasses.replace(config.training, **length))
     numbers = _num_samples(before, dp), _num_samples(config, dp)
-    texts = reordered_corpora(saved, *numbers, config.model.seq_length)
-    if not texts:
-        return []
-    return [
-        f"the new length of the run reorders the samples of {'; '.join(texts)}: some are read more "
-        "often than others"
-    ]
+    if texts := reordered_corpora(saved, *numbers, config.model.seq_length):
+        yield (
+            f"the new length of the run reorders the samples of {'; '.join(texts)}: some are read more "
+            "often than others"
+        )
 
 
 def _num_samples(config: Config, dp: int) -> int:
     return config.batch_size(dp).consumed_before(config.num_iterations(dp) + 1)
 
 
-def _compare_tokenizers(saved: str | None, here: str | None, checkpoint: Path) -> _Findings:
-    if None in (saved, here) or saved == here:
-        return _Findings([], [])
-    notice = (
-        f"checkpoint {checkpoint} was trained with another tokenizer, so ids mean other text: pass the same "
-        "tokenizer unless you know that they are equal"
-    )
-    return _Findings([], [notice])
+def _mistake(checkpoint: Path, what: str, differences: list[Difference], advice: str) -> _Mistake:
+    return _Mistake(f"checkpoint {checkpoint} {what}: {_listed(differences)}; {advice}")
 
 
-def _mistake(checkpoint: Path, what: str, differences: list[Difference], advice: str) -> str:
-    return f"checkpoint {checkpoint} {what}: {_listed(differences)}; {advice}"
-
-
-def _changed(checkpoint: Path, differences: list[Difference]) -> list[str]:
-    return [f"changed since checkpoint {checkpoint}: {_listed(differences)}"] if differences else []
+def _changed(checkpoint: Path, differences: list[Difference]) -> Iterator[str]:
+    if differences:
+        yield f"changed since checkpoint {checkpoint}: {_listed(differences)}"
 
 
 def _listed(differences: list[Difference]) -> str:

@@ -23,34 +23,29 @@ from megalite.checkpoint.full_tensors import FullReader
 from megalite.checkpoint.manifest import RUN, DamagedCheckpoint, damage_of, read_manifest
 from megalite.checkpoint.parameter_range import ParameterRange
 from megalite.checkpoint.tensor_files import open_tensors
+from megalite.tensor_parallel.placement import Box
 
 
-class TensorBox(NamedTuple):
-    """Box of a full tensor whose elements are consecutive in a piece of the tensor.
+class StoredBox(NamedTuple):
+    """Box of a full tensor, in a box of elements that are consecutive in a piece of the tensor.
 
     Attributes:
-        offsets: indices of the first element in the full tensor.
-        sizes: size along each dim, without padding.
+        used: elements in the full tensor, without padding.
         at: number of the first element in the piece.
         shape: size along each dim as stored in the piece, with padding.
     """
 
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    used: Box
     at: int
     shape: tuple[int, ...]
 
 
-def boxes_of(piece: ParameterRange) -> Iterator[TensorBox]:
+def boxes_of(piece: ParameterRange) -> Iterator[StoredBox]:
     """Yield the boxes of a piece in order of their elements, except padding."""
     for box, at in piece.boxes():
         used = box.common(piece.full)
         if used.numel:
-            yield TensorBox(used.starts, used.shape, at, box.shape)
-
-
-Stored = tuple[str, TensorBox]
-"""File and box of a chunk."""
+            yield StoredBox(used, at, box.shape)
 
 
 class MegaliteReader(StorageReader):
@@ -62,7 +57,7 @@ class MegaliteReader(StorageReader):
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         super().__init__()
         self.folder = Path(folder)
-        self.chunks: dict[MetadataIndex, Stored] = {}
+        self.chunks: dict[MetadataIndex, tuple[str, StoredBox]] = {}  # file and box
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Switch to another checkpoint's folder, if one is passed."""
@@ -122,10 +117,10 @@ class MegaliteReader(StorageReader):
     def _tensor_metadata(self, name: str, full: FullReader) -> TensorStorageMetadata:
         shape, chunks = full.shape(name), list[ChunkStorageMetadata]()
         for piece in full.pieces(name):
-            whole = TensorBox((0,) * len(shape), shape, 0, shape)
+            whole = StoredBox(Box((0,) * len(shape), shape), 0, shape)
             for box in boxes_of(piece.range) if piece.range else (whole,):
-                self.chunks[MetadataIndex(name, box.offsets)] = (piece.file, box)
-                chunks.append(ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)))
+                self.chunks[MetadataIndex(name, box.used.starts)] = (piece.file, box)
+                chunks.append(ChunkStorageMetadata(*map(torch.Size, box.used)))
         return TensorStorageMetadata(TensorProperties(full.dtype(name)), torch.Size(shape), chunks)
 
     @torch.no_grad()

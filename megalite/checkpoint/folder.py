@@ -121,40 +121,12 @@ def prune(
     """
     found = iterations_in(folder)
     names = [found[iteration] for iteration in outdated(found, newest, keep_last, keep_every, confirmed)]
-    for name in names:
-        remove(folder / name)
+    for name in names:  # renamed first: a half-deleted one must not have the name of a checkpoint
+        doomed = folder / f".{name.strip('.').split('.')[0]}.deleted"
+        shutil.rmtree(doomed, ignore_errors=True)
+        (folder / name).rename(doomed)
+        shutil.rmtree(doomed)
     return names
-
-
-def remove(checkpoint: Path) -> None:
-    """Rename a checkpoint and delete it, so that a half-deleted one no longer has the name of a checkpoint.
-
-    Raises:
-        OSError: it cannot be deleted.
-    """
-    doomed = checkpoint.with_name(f".{checkpoint.name.strip('.').split('.')[0]}.deleted")
-    shutil.rmtree(doomed, ignore_errors=True)
-    checkpoint.rename(doomed)
-    shutil.rmtree(doomed)
-
-
-def withdraw(folder: Path, after: int, until: int) -> list[str]:
-    """Rename the checkpoints of the iterations (after, until], so that they are not loaded; call on one rank.
-
-    Returns:
-        The new names.
-
-    Raises:
-        OSError: a checkpoint cannot be renamed.
-    """
-    withdrawn = []
-    for iteration, name in iterations_in(folder).items():
-        if after < iteration <= until:
-            aside = folder / f"unaudited_{name_of(iteration)}"
-            shutil.rmtree(aside, ignore_errors=True)
-            (folder / name).rename(aside)
-            withdrawn.append(aside.name)
-    return withdrawn
 
 
 def put_in_place(aside: Path, final: Path) -> None:

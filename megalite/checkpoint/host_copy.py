@@ -36,7 +36,10 @@ class HostCopy:
 
     def take(self, pieces: Mapping[str, FilePiece]) -> dict[str, FilePiece]:
         """Start a copy of the pieces; it is complete once `fill` returns, and valid until the next call."""
-        starts, size = _layout(pieces)
+        starts, size = dict[str, int](), 0  # in bytes
+        for name, piece in pieces.items():
+            starts[name] = size
+            size += -(-piece.num_bytes // _ALIGNMENT) * _ALIGNMENT
         if size > self._memory.numel():
             self._pairs = []  # free the old memory first
             self._memory = torch.empty(0, dtype=torch.uint8)
@@ -87,13 +90,3 @@ class HostCopy:
                 copy.copy_(tensor, non_blocking=True)
                 tensor.record_stream(stream)  # a temporary's memory is not reused before the copy has run
             self._done = stream.record_event()
-
-
-def _layout(pieces: Mapping[str, FilePiece]) -> tuple[dict[str, int], int]:
-    """Return where each piece starts, in bytes, and the total size."""
-    starts: dict[str, int] = {}
-    size = 0
-    for name, piece in pieces.items():
-        starts[name] = size
-        size += -(-piece.num_bytes // _ALIGNMENT) * _ALIGNMENT
-    return starts, size

@@ -1,12 +1,13 @@
-"""Load a run from a checkpoint of any layout."""
+"""Load a run from a checkpoint of any layout: the latest complete one, which all ranks agree on."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
@@ -17,18 +18,27 @@ from megalite.checkpoint.compatibility import (
     loads_optimizer,
     resumed_config,
 )
-from megalite.checkpoint.folder import iterations_in
+from megalite.checkpoint.folder import LATEST, Listing, iterations_in, list_checkpoints, name_of
 from megalite.checkpoint.full_tensors import OF_TRAINING
 from megalite.checkpoint.local_saves import LocalSaves
-from megalite.checkpoint.manifest import FIRST_WITH_BUFFERS, RUN, DamagedCheckpoint, Manifest
+from megalite.checkpoint.manifest import (
+    FIRST_WITH_BUFFERS,
+    INDEX,
+    RUN,
+    DamagedCheckpoint,
+    Manifest,
+    OtherFormat,
+    damage_of,
+    read_manifest,
+)
 from megalite.checkpoint.parameter_range import Tensors
 from megalite.checkpoint.progress import CallbackStates, TrainingProgress, states_of
-from megalite.checkpoint.selection import choose_checkpoint
 from megalite.checkpoint.tensor_files import read_tensors
 from megalite.config import CheckpointConfig, Config
 from megalite.data.corpus_record import DataRecord
 from megalite.distributed.topology import Topology
 from megalite.tensor_parallel.parameter_spec import ParameterShard
+from megalite.utils.commands import command_name
 from megalite.utils.errors import UserError, few
 from megalite.utils.log import log
 
@@ -38,6 +48,143 @@ _SCALER = "optimizer.loss_scaler."
 _NUM_STEPS = "optimizer.num_steps"
 """A tensor that every checkpoint with optimizer state has."""
 _OUTPUT, _WORD = "output.weight", "embedding.word.weight"
+_MAX_SHOWN = 3
+_FOREIGN = {
+    "latest_checkpointed_iteration.txt": "Megatron-LM's",
+    "model.safetensors": "Hugging Face's",
+    "model.safetensors.index.json": "Hugging Face's",
+    ".metadata": "torch.distributed.checkpoint's",
+}
+"""Files that identify checkpoint folders of other programs."""
+
+
+class _Finding(NamedTuple):
+    """Problems that one rank found in a checkpoint.
+
+    Attributes:
+        text_problems: problems of text files, which every rank should find.
+        file_problems: problems of the tensor files that this rank checked.
+        digest: digest of the index, to detect that ranks see different folders.
+    """
+
+    text_problems: tuple[str, ...] = ()
+    file_problems: tuple[str, ...] = ()
+    digest: str | None = None
+    is_other_format: bool = False
+
+
+def choose_checkpoint(folder: Path, topology: Topology, iteration: int | None = None) -> Manifest | None:
+    """Return the checkpoint that `latest` names, or the newest complete one before it; every rank calls this.
+
+    All its bytes have been read and verified; the ranks divide the files among themselves.
+
+    Args:
+        iteration: iteration to load; other checkpoints are then not considered.
+
+    Returns:
+        The manifest; None if the folder has no checkpoint.
+
+    Raises:
+        UserError: no checkpoint is complete, another version wrote it, the folder cannot be read, or ranks
+            see different folders. Every rank raises it.
+    """
+    with topology.agreed():
+        listing = _listing(folder, iteration)
+    listings: list[Listing] = [listing] * topology.world_size
+    dist.all_gather_object(listings, listing)
+    listing = listings[0]
+    empty = [rank for rank, each in enumerate(listings) if not each.names]
+    if 0 < len(empty) < len(listings):
+        raise _different(folder, f"{_ranks(empty)} see no checkpoint")
+    for notice in listing.notices:
+        log.warning("%s", notice)
+    damaged: list[str] = []
+    for name in listing.names:
+        manifest, problems = _verified(folder / name, topology)
+        if manifest is not None:
+            if damaged:
+                log.warning("checkpoint %s is loaded instead", manifest.folder)
+            return manifest
+        damaged.append(f"{name}: {'; '.join(problems)}")
+        if iteration is None and len(listing.names) > 1:
+            log.warning("checkpoint %s is damaged and skipped: %s", folder / name, "; ".join(problems))
+    if not damaged:
+        return None
+    advice = "pass another --load-iteration" if iteration is not None else "load another"
+    raise UserError(
+        f"--load {folder} has no complete checkpoint to load ({' | '.join(damaged)}): {advice}, or remove "
+        "--load"
+    )
+
+
+def _listing(folder: Path, iteration: int | None) -> Listing:
+    try:
+        if folder.exists() and not folder.is_dir():
+            raise UserError(f"--load {folder} is not a folder: pass the one that --save wrote")
+        if (folder / RUN).exists() and not (folder / LATEST).exists():
+            raise UserError(
+                f"--load {folder} is one checkpoint: pass the folder above it, {folder.absolute().parent}, "
+                "and --load-iteration if it is not the latest"
+            )
+        found = iterations_in(folder)
+        listing = list_checkpoints(folder)
+        foreign = [name for name in _FOREIGN if (folder / name).exists()]
+        if foreign and not listing.names:
+            raise UserError(
+                f"--load {folder} holds no checkpoint of megalite: {foreign[0]} is {_FOREIGN[foreign[0]]}; "
+                f"try to convert it with {command_name('convert')}"
+            )
+        if iteration is None:
+            return listing
+    except OSError as error:
+        raise UserError(f"--load {folder} cannot be read: {error.strerror}") from None
+    if iteration not in found:
+        known = f"iterations {', '.join(map(str, found))}" if found else "none"
+        raise UserError(f"--load {folder} has no checkpoint {name_of(iteration)}: it has {known}")
+    return Listing((found[iteration],))
+
+
+def _verified(checkpoint: Path, topology: Topology) -> tuple[Manifest | None, list[str]]:
+    """Return the manifest of a checkpoint that every rank finds complete, or None and its problems."""
+    manifest: Manifest | None = None
+    finding = _Finding()
+    with topology.agreed():  # nothing raises here; wait for the slowest reader
+        try:
+            manifest = read_manifest(checkpoint)
+            mine = manifest.files[topology.rank :: topology.world_size]
+            finding = _Finding((), tuple(damage_of(manifest, mine)), manifest.digests[INDEX])
+        except DamagedCheckpoint as error:
+            finding = _Finding(error.problems, is_other_format=isinstance(error, OtherFormat))
+    findings = [finding] * topology.world_size
+    dist.all_gather_object(findings, finding)
+    problems = _problems(findings)
+    if all(each.is_other_format for each in findings):
+        raise DamagedCheckpoint(checkpoint, problems)
+    if not problems and len({each.digest for each in findings}) > 1:
+        raise _different(checkpoint.parent, f"{checkpoint.name} differs from rank to rank")
+    return (None if problems else manifest), problems
+
+
+def _problems(findings: Sequence[_Finding]) -> list[str]:
+    """Return each problem of any rank once; problems of text files name the ranks if not all have them."""
+    problems = []
+    for problem in dict.fromkeys(problem for finding in findings for problem in finding.text_problems):
+        ranks = [rank for rank, finding in enumerate(findings) if problem in finding.text_problems]
+        problems.append(problem if len(ranks) == len(findings) else f"{problem} on {_ranks(ranks)}")
+    problems += sorted({problem for finding in findings for problem in finding.file_problems})
+    rest = len(problems) - _MAX_SHOWN
+    return problems if rest <= 0 else [*problems[:_MAX_SHOWN], f"and {rest} more"]
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    return f"ranks {', '.join(map(str, ranks))}"
+
+
+def _different(folder: Path, what: str) -> UserError:
+    return UserError(
+        f"--load {folder} is not the same on all ranks ({what}): pass a folder on a file system that all "
+        "ranks share"
+    )
 
 
 @dataclass(frozen=True)
@@ -81,16 +228,10 @@ def plan_load(
     description, checkpoint = manifest.description, config.checkpoint
     progress = TrainingProgress.from_record(description["progress"])
     notices = check_compatibility(description, manifest.folder, config, topology, data)
-    rules = _SourceRules(
-        manifest.tensors.keys(),
-        loads_optimizer(checkpoint),
-        is_other_precision=description["model"].get("params_dtype") != config.model.params_dtype,
-        is_newly_untied=is_newly_untied(description, config),
-    )
     _check_layers(manifest, config.model.num_layers)
     _check_state(manifest, checkpoint)
     missing = _missing_buffers(manifest, wanted, checkpoint)
-    sources = dict(rules.sources({name: each for name, each in wanted.items() if name not in missing}))
+    sources = _sources(manifest, {name: each for name, each in wanted.items() if name not in missing}, config)
     _check_plain_tensors(manifest, wanted)
     if missing:
         notices.append(
@@ -103,7 +244,7 @@ def plan_load(
             f"the optimizer state of {manifest.folder} is not loaded: the optimizer's moments start at zero"
         )
     notices += _average_notices(manifest.tensors.keys(), wanted, loads=loads_optimizer(checkpoint))
-    if rules.is_newly_untied:
+    if is_newly_untied(description, config):
         notices.append("the output weight starts as the word embedding: the checkpoint's model is tied")
     return LoadPlan(
         manifest.folder,
@@ -115,48 +256,30 @@ def plan_load(
     )
 
 
-@dataclass(frozen=True)
-class _SourceRules:
-    """Rules that find the checkpoint's tensor for each tensor of a run.
-
-    Attributes:
-        saved: names of the checkpoint's tensors.
-        loads_optimizer: whether the run loads the optimizer state.
-        is_other_precision: whether the model's weights have another precision than in the checkpoint; they
-            are then read from its main weights, and rounded once.
-        is_newly_untied: whether the output weight and its state are read from the word embedding.
-    """
-
-    saved: Collection[str]
-    loads_optimizer: bool
-    is_other_precision: bool
-    is_newly_untied: bool
-
-    def sources(self, wanted: Tensors) -> Iterator[tuple[str, str]]:
-        """Yield each name with its name in the checkpoint, or with itself if the checkpoint lacks it."""
-        for name in wanted:
-            if self._is_loaded(name):
-                candidates = self._candidates(name)
-                yield name, next((candidate for candidate in candidates if candidate in self.saved), name)
-
-    def _is_loaded(self, name: str) -> bool:
-        if name.startswith(_SCALER):  # a new scaler is created if the checkpoint has none
-            return self.loads_optimizer and name in self.saved
-        # An average that is not loaded starts as the weights.
-        is_weight = name.startswith((_MODEL, _EMA)) or name.endswith(_MAIN)
-        return is_weight or self.loads_optimizer
-
-    def _candidates(self, name: str) -> Iterator[str]:
-        """Yield the checkpoint's tensors that can be loaded as this tensor, the best first."""
-        if self.is_newly_untied:
-            name = name.replace(_OUTPUT, _WORD)
+def _sources(manifest: Manifest, wanted: Tensors, config: Config) -> dict[str, str]:
+    """Return the tensors to load, with their names in the checkpoint, or their own if it lacks them."""
+    saved, description, loads = manifest.tensors, manifest.description, loads_optimizer(config.checkpoint)
+    # Weights of another precision are read from the main weights, and rounded once.
+    is_other_precision = description["model"].get("params_dtype") != config.model.params_dtype
+    unties = is_newly_untied(description, config)
+    sources = {}
+    for name in wanted:
         is_main, is_weight, is_ema = name.endswith(_MAIN), name.startswith(_MODEL), name.startswith(_EMA)
-        parameter = name.removeprefix(_MODEL).removeprefix(_STATE).removeprefix(_EMA).removesuffix(_MAIN)
-        if is_ema and self.loads_optimizer:
-            yield name
-        if is_main or is_ema or (is_weight and self.is_other_precision):
-            yield f"{_STATE}{parameter}{_MAIN}"
-        yield f"{_MODEL}{parameter}" if is_main or is_ema else name
+        if name.startswith(_SCALER):  # a new scaler is created if the checkpoint has none
+            is_loaded = loads and name in saved
+        else:  # an average that is not loaded starts as the weights
+            is_loaded = loads or is_main or is_weight or is_ema
+        if not is_loaded:
+            continue
+        # The output weight and its state start as those of the word embedding if the checkpoint's is tied.
+        own = name.replace(_OUTPUT, _WORD) if unties else name
+        parameter = own.removeprefix(_MODEL).removeprefix(_STATE).removeprefix(_EMA).removesuffix(_MAIN)
+        candidates = [own] if is_ema and loads else []  # the best first
+        if is_main or is_ema or (is_weight and is_other_precision):
+            candidates.append(f"{_STATE}{parameter}{_MAIN}")
+        candidates.append(f"{_MODEL}{parameter}" if is_main or is_ema else own)
+        sources[name] = next((each for each in candidates if each in saved), name)
+    return sources
 
 
 def _check_layers(manifest: Manifest, num_layers: int) -> None:
@@ -267,7 +390,15 @@ def load_checkpoint(
     if manifest is None:
         return None
     with topology.agreed():
-        return _read(manifest, tensors, config, topology, data)
+        try:
+            plan = plan_load(manifest, tensors, config, topology, data)
+            loaded = {name: tensors[name] for name in plan.sources}
+            read_tensors(manifest, loaded, topology, plan.sources)
+        except UserError:
+            raise
+        except (OSError, ValueError) as error:
+            raise DamagedCheckpoint(manifest.folder, [str(error)]) from error
+        return plan
 
 
 def _newest_local(
@@ -285,8 +416,12 @@ def _newest_local(
     if found is None:
         return None
     iteration, manifest = found
-    newest = _newest_persistent(folder, topology)
-    if newest >= iteration:
+    newest = [-1]  # the newest iteration that rank 0 sees, complete or not
+    if topology.rank == 0:
+        with suppress(OSError):  # the next read of the folder reports it
+            newest = [max(iterations_in(folder), default=-1)]
+    dist.broadcast_object_list(newest)
+    if newest[0] >= iteration:
         log.info(
             "the non-persistent checkpoint of iteration %d is skipped: --save has a newer one", iteration
         )
@@ -295,27 +430,3 @@ def _newest_local(
         "the non-persistent checkpoint of iteration %d is loaded: it is newer than those in --save", iteration
     )
     return manifest
-
-
-def _newest_persistent(folder: Path, topology: Topology) -> int:
-    """Return the newest iteration that rank 0 sees, complete or not; -1 if there is none."""
-    newest = [-1]
-    if topology.rank == 0:
-        with suppress(OSError):  # the next read of the folder reports it
-            newest = [max(iterations_in(folder), default=-1)]
-    dist.broadcast_object_list(newest)
-    return newest[0]
-
-
-def _read(
-    manifest: Manifest, tensors: Tensors, config: Config, topology: Topology, data: DataRecord | None
-) -> LoadPlan:
-    try:
-        plan = plan_load(manifest, tensors, config, topology, data)
-        loaded = {name: tensors[name] for name in plan.sources}
-        read_tensors(manifest, loaded, topology, plan.sources)
-    except UserError:
-        raise
-    except (OSError, ValueError) as error:
-        raise DamagedCheckpoint(manifest.folder, [str(error)]) from error
-    return plan

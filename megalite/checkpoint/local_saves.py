@@ -35,7 +35,7 @@ from megalite.checkpoint.manifest import (
 )
 from megalite.checkpoint.parameter_range import Tensors
 from megalite.checkpoint.save import Contents, replace_text, sync_folder, whole_piece
-from megalite.checkpoint.save_agreement import SaveAgreement, SaveAnswer, SaveError
+from megalite.checkpoint.save_agreement import SaveAgreement, SaveError
 from megalite.checkpoint.tensor_files import FilePiece, write_file
 from megalite.config import CheckpointConfig
 from megalite.distributed.topology import Topology
@@ -163,22 +163,23 @@ class LocalSave:
 
     Attributes:
         saves: local saves of the rank.
-        pieces: all pieces of the rank.
         lease: lease on the --save folder, which also names the local folder; None if no other run can write
             there.
     """
 
     saves: LocalSaves
     contents: Contents
-    pieces: Mapping[str, FilePiece]
     lease: FolderLease | None = None
 
     @property
     def final(self) -> Path:
         return self.saves.folder / name_of(self.contents.iteration)
 
-    def run(self, agreement: SaveAgreement) -> None:
+    def run(self, agreement: SaveAgreement, pieces: Mapping[str, FilePiece]) -> None:
         """Write the save, and delete older ones once it is complete on every rank; every rank must call this.
+
+        Args:
+            pieces: all pieces of the rank, in host memory.
 
         Raises:
             SaveError: a rank failed. Every rank raises it and keeps its older saves.
@@ -186,11 +187,9 @@ class LocalSave:
         partial, is_renamed = partial_name(self.final), False
         try:
             agreement.from_first("begin", self._check_lease)
-            written = agreement.to_first("files", lambda: self._write(partial))
-            agreement.from_first("written", lambda: _joined(written) + self._check_lease())
+            agreement.from_all("files", lambda: self._write(partial, pieces), lambda _: self._check_lease())
             is_renamed = True
-            renamed = agreement.to_first("names", lambda: self._rename(partial))
-            agreement.from_first("end", lambda: _joined(renamed))
+            agreement.from_all("names", lambda: put_in_place(partial, self.final))
         except SaveError as error:
             shutil.rmtree(partial, ignore_errors=True)
             if is_renamed:
@@ -200,33 +199,18 @@ class LocalSave:
             ) from None
         self.saves.keep_only(self.contents.iteration)
 
-    def _check_lease(self) -> str:
+    def _check_lease(self) -> None:
         if self.lease is not None:
             with suppress(OSError):  # a local save does not need the shared file system
                 self.lease.check()
-        return ""
 
-    def _write(self, partial: Path) -> str:
+    def _write(self, partial: Path, pieces: Mapping[str, FilePiece]) -> None:
         remove_leftovers(self.final.parent)
         self.saves.keep_newest(2)  # there are more only if the ranks did not agree
         partial.mkdir()
-        file = write_file(partial / f"{self.saves.folder.name}.safetensors", self.pieces)
+        file = write_file(partial / f"{self.saves.folder.name}.safetensors", pieces)
         seal(partial, self.contents.description, self.contents.config_text, [file])
         sync_folder(partial)
-        return ""
-
-    def _rename(self, partial: Path) -> str:
-        put_in_place(partial, self.final)
-        return ""
-
-
-def _joined(answers: Sequence[SaveAnswer]) -> str:
-    """Return the ranks' results, which are all empty.
-
-    Raises:
-        SaveError: a rank failed.
-    """
-    return "".join(answer.result() for answer in answers)
 
 
 def _warn_of_skipped(found: Sequence[tuple[list[int], dict[int, str]]], common: set[int]) -> None:

@@ -175,16 +175,18 @@ def seal(folder: Path, description: Mapping[str, Any], config_text: str, files: 
     names = sorted(file.name for file in files)
     assert len(set(names)) == len(names), "two writers of one file"
     versions = {"format": FORMAT, "megalite": megalite.__version__, "torch": torch.__version__}
+    lines = (f" {json.dumps(name)}: {json.dumps(pieces[name])}" for name in sorted(pieces))
     texts = {
         RUN: json.dumps(versions | dict(description), indent=1) + "\n",
         CONFIG: config_text,
-        INDEX: _index_text(pieces, names),
+        INDEX: '{"tensors": {\n' + ",\n".join(lines) + f'\n}},\n"files": {json.dumps(names)}}}\n',
     }
     digests = {file.name: file.sha256 for file in files}
+    digests |= {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
+    texts[SUMS] = "".join(f"{digests[name]}  {name}\n" for name in sorted(digests))
     for name, text in texts.items():
-        digests[name] = hashlib.sha256(text.encode()).hexdigest()
-        _write_text(folder / name, text)
-    _write_text(folder / SUMS, "".join(f"{digests[name]}  {name}\n" for name in sorted(digests)))
+        with new_file(folder / name) as stream:
+            stream.write(text.encode())
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -297,11 +299,24 @@ class _Reader:
         return description
 
     def index(self) -> tuple[dict[str, tuple[TensorRecord, ...]], frozenset[str]]:
+        """Return the pieces by tensor, and the files; a file is directly in the folder, and not hidden."""
         index = self._json(INDEX)
         try:
-            return _parsed_index(index)
+            files = index["files"]
+            if not isinstance(files, list) or not all(
+                isinstance(name, str) and _FILE_NAME.fullmatch(name) for name in files
+            ):
+                raise ValueError("its files are not in this folder")
+            known = frozenset(files)
+            tensors = {
+                name: tuple(_tensor_record(name, piece, known) for piece in pieces)
+                for name, pieces in index["tensors"].items()
+            }
+            if not all(tensors.values()):
+                raise ValueError("a tensor has no pieces")
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise self.damaged(f"{INDEX} is damaged: {error}") from None
+        return tensors, known
 
     def _check_format(self, description: dict[str, Any]) -> None:
         number = description.get("format")
@@ -328,30 +343,6 @@ class _Reader:
         return parsed
 
 
-def _parsed_index(index: dict[str, Any]) -> tuple[dict[str, tuple[TensorRecord, ...]], frozenset[str]]:
-    """Return the pieces by tensor, and the files, from untrusted JSON.
-
-    Raises:
-        ValueError, TypeError, KeyError, AttributeError: the JSON is not as `seal` writes it.
-    """
-    files = index["files"]
-    if not isinstance(files, list) or not all(_is_file_name(name) for name in files):
-        raise ValueError("its files are not in this folder")
-    known = frozenset(files)
-    tensors = {
-        name: tuple(_tensor_record(name, piece, known) for piece in pieces)
-        for name, pieces in index["tensors"].items()
-    }
-    if not all(tensors.values()):
-        raise ValueError("a tensor has no pieces")
-    return tensors, known
-
-
-def _is_file_name(name: object) -> bool:
-    """Return whether it is the name of a file directly in the folder, and not hidden."""
-    return isinstance(name, str) and _FILE_NAME.fullmatch(name) is not None
-
-
 def _tensor_record(name: str, piece: Mapping[str, Any], files: frozenset[str]) -> TensorRecord:
     file, dtype = piece["file"], piece["dtype"]
     if not isinstance(file, str) or file not in files:
@@ -362,13 +353,3 @@ def _tensor_record(name: str, piece: Mapping[str, Any], files: frozenset[str]) -
         return TensorRecord.from_record(piece)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
-
-
-def _index_text(pieces: Mapping[str, list[dict[str, Any]]], files: Sequence[str]) -> str:
-    lines = (f" {json.dumps(name)}: {json.dumps(pieces[name])}" for name in sorted(pieces))
-    return '{"tensors": {\n' + ",\n".join(lines) + f'\n}},\n"files": {json.dumps(files)}}}\n'
-
-
-def _write_text(file: Path, text: str) -> None:
-    with new_file(file) as stream:
-        stream.write(text.encode())

@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from megalite.checkpoint.lease import FolderLease
 from megalite.checkpoint.manifest import WRITTEN, FileRecord, TensorRecord, seal
 from megalite.checkpoint.parameter_range import ParameterRange, Tensors
 from megalite.checkpoint.progress import STATES, TrainingProgress
-from megalite.checkpoint.save_agreement import SaveAgreement, SaveAnswer, SaveError
+from megalite.checkpoint.save_agreement import SaveAgreement, SaveError
 from megalite.checkpoint.tensor_files import FilePiece, write_file
 from megalite.config import Config, to_yaml
 from megalite.data.corpus_record import DataRecord
@@ -48,14 +48,16 @@ def plan_save(tensors: Tensors, topology: Topology, cut_bytes: int = _CUT_BYTES)
     Returns:
         Pieces by tensor name.
     """
-    mine = {name: tensor for name, tensor in tensors.items() if _acts_for(tensor, topology)}
     parts = {
-        name: part for name, part in mine.items() if isinstance(part, ParameterShard) and part.tensor.numel()
+        name: part
+        for name, part in tensors.items()
+        if isinstance(part, ParameterShard) and part.tensor.numel()
+        if part.spec.parameter_axes.acts(topology)
     }
     pieces = {
         name: FilePiece(tensor)
-        for name, tensor in mine.items()
-        if isinstance(tensor, Tensor) and tensor.numel()
+        for name, tensor in tensors.items()
+        if isinstance(tensor, Tensor) and tensor.numel() and topology.is_first_outside(topology.pp)
     }
     # The ranks that have the same elements: the replicas, or the replicas with the same shards.
     holders: dict[str, tuple[Axis | None, dict[str, ParameterShard]]] = {}
@@ -78,13 +80,6 @@ def whole_piece(tensor: Tensor | ParameterShard, topology: Topology) -> FilePiec
         return FilePiece(tensor)
     elements = tensor.tensor.view(tensor.shape) if tensor.is_replicated else tensor.tensor
     return FilePiece(elements, ParameterRange.of(tensor, topology))
-
-
-def _acts_for(tensor: Tensor | ParameterShard, topology: Topology) -> bool:
-    """Return whether this rank is the only or the first one that holds the tensor, or replicas share it."""
-    if isinstance(tensor, Tensor):
-        return topology.is_first_outside(topology.pp)
-    return tensor.spec.parameter_axes.acts(topology)
 
 
 def _cut(part: ParameterShard, start: int, end: int, topology: Topology) -> FilePiece:
@@ -157,7 +152,7 @@ class Contents:
 
 @dataclass(frozen=True)
 class Save:
-    """This rank's pieces of one checkpoint that any layout can load.
+    """Checkpoint that any layout can load.
 
     Attributes:
         folder: folder of all checkpoints of the run, which every rank sees.
@@ -169,7 +164,6 @@ class Save:
 
     folder: Path
     contents: Contents
-    pieces: Mapping[str, FilePiece]
     file_name: str
     keep_last: int | None = None
     keep_every: int | None = None
@@ -180,8 +174,11 @@ class Save:
     def final(self) -> Path:
         return self.folder / name_of(self.contents.iteration)
 
-    def run(self, agreement: SaveAgreement) -> None:
+    def run(self, agreement: SaveAgreement, pieces: Mapping[str, FilePiece]) -> None:
         """Write the checkpoint; every rank must call this.
+
+        Args:
+            pieces: pieces that this rank writes, in host memory.
 
         Raises:
             SaveError: a rank failed. Every rank raises it, and no partial checkpoint remains.
@@ -190,8 +187,11 @@ class Save:
         partial: Path | None = None
         try:
             partial = self.folder / agreement.from_first("begin", self._begin)
-            answers = agreement.to_first("files", lambda: self._write(partial))
-            agreement.from_first("end", lambda: self._commit(partial, answers, start_time))
+            agreement.from_all(
+                "files",
+                lambda: self._write(partial, pieces),
+                lambda records: self._commit(partial, records, start_time),
+            )
         except SaveError as error:
             if agreement.is_first and partial is not None:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -216,12 +216,12 @@ class Save:
         if self.lease is not None:
             self.lease.check()
 
-    def _write(self, partial: Path) -> str:
+    def _write(self, partial: Path, pieces: Mapping[str, FilePiece]) -> str:
         """Write this rank's pieces, and return the records of its files as JSON.
 
         With a core for each, two files at once take as long as hashing one of them.
         """
-        files = _split_files(self.pieces)
+        files = _split_files(pieces)
         names = [self.file_name]
         if len(files) > 1:
             stem = self.file_name.removesuffix(".safetensors")
@@ -237,8 +237,12 @@ class Save:
                 ]
             )
 
-    def _commit(self, partial: Path, answers: Sequence[SaveAnswer], start_time: float) -> str:
-        files = [file for answer in answers for file in _files_of(answer)]
+    def _commit(self, partial: Path, records: Sequence[str], start_time: float) -> None:
+        files = [
+            FileRecord(name, sha256, {each: TensorRecord.from_record(part) for each, part in parts.items()})
+            for record in records
+            for name, sha256, parts in json.loads(record)
+        ]
         contents = self.contents
         # Both times in seconds since 1970: the dates of files change when a folder is copied.
         written = {"start_time": start_time, "end_time": time.time()}
@@ -249,19 +253,13 @@ class Save:
         sync_folder(self.folder)
         replace_text(self.folder / LATEST, self.final.name + "\n", self._check_lease)
         self._check_lease()
-        self._prune()
-        return ""
-
-    def _prune(self) -> None:
         try:
-            pruned = prune(
-                self.folder, self.contents.iteration, self.keep_last, self.keep_every, self.confirmed
-            )
+            for name in prune(
+                self.folder, contents.iteration, self.keep_last, self.keep_every, self.confirmed
+            ):
+                log.info("deleted checkpoint %s", self.folder / name)
         except OSError as error:
             log.warning("an old checkpoint in %s cannot be deleted: %s", self.folder, error)
-        else:
-            for name in pruned:
-                log.info("deleted checkpoint %s", self.folder / name)
 
 
 def sync_folder(folder: Path) -> None:
@@ -295,14 +293,3 @@ def _split_files(pieces: Mapping[str, FilePiece]) -> list[dict[str, FilePiece]]:
         files[smaller][name] = pieces[name]
         sizes[smaller] += pieces[name].num_bytes
     return [file for file in files if file]
-
-
-def _files_of(answer: SaveAnswer) -> Iterator[FileRecord]:
-    """Yield the files that a rank wrote.
-
-    Raises:
-        SaveError: it could not write them.
-    """
-    for name, sha256, tensors in json.loads(answer.result()):
-        records = {tensor: TensorRecord.from_record(record) for tensor, record in tensors.items()}
-        yield FileRecord(name, sha256, records)

@@ -28,7 +28,7 @@ class SaveError(UserError):
     """Raised if a checkpoint cannot be written; earlier checkpoints are unchanged."""
 
 
-class SaveAnswer(NamedTuple):
+class _Answer(NamedTuple):
     """Outcome of a step of a save on one rank.
 
     Attributes:
@@ -39,11 +39,6 @@ class SaveAnswer(NamedTuple):
     text: str
 
     def result(self) -> str:
-        """Return the result of the step.
-
-        Raises:
-            SaveError: the step failed.
-        """
         if not self.is_done:
             raise SaveError(self.text)
         return self.text
@@ -67,8 +62,8 @@ class SaveAgreement:
     def is_first(self) -> bool:
         return self.rank == 0
 
-    def from_first(self, step: str, action: Callable[[], str]) -> str:
-        """Call `action` on rank 0 and return its result on every rank.
+    def from_first(self, step: str, action: Callable[[], str | None]) -> str:
+        """Call `action` on rank 0 and return its result on every rank; None is returned as an empty text.
 
         Raises:
             SaveError: `action` raised, or rank 0 is gone. Every rank raises it.
@@ -81,20 +76,34 @@ class SaveAgreement:
         elif wait_for_key(self._store, key):
             answer = _unpacked(self._store.get(key))
         else:
-            answer = SaveAnswer(False, "rank 0 does not answer: it is gone or hangs")
+            answer = _Answer(False, "rank 0 does not answer: it is gone or hangs")
         return answer.result()
 
-    def to_first(self, step: str, action: Callable[[], str]) -> Sequence[SaveAnswer]:
-        """Call `action` on every rank; return the answers of all ranks on rank 0, nothing on the others."""
+    def from_all(
+        self,
+        step: str,
+        action: Callable[[], str | None],
+        conclude: Callable[[Sequence[str]], object] = lambda results: None,
+    ) -> None:
+        """Call `action` on every rank, and then `conclude` with the results of all ranks on rank 0.
+
+        Raises:
+            SaveError: one of the calls raised, or a rank is gone. Every rank raises it.
+        """
         answer, all_there = self._run(action), self._key(step, "all")
         self._store.set(self._key(step, self.rank), _packed(answer))
         if self._store.add(self._key(step, "number"), 1) == self._world_size:
             self._store.set(all_there, "")
-        if not self.is_first:
-            return ()
-        self._keys += [all_there, self._key(step, "number")]
-        wait_for_key(self._store, all_there)
-        return [self._remove(self._key(step, rank), rank) for rank in range(self._world_size)]
+        answers: list[_Answer] = []
+        if self.is_first:
+            self._keys += [all_there, self._key(step, "number")]
+            wait_for_key(self._store, all_there)
+            answers = [self._remove(self._key(step, rank), rank) for rank in range(self._world_size)]
+
+        def conclusion() -> None:
+            conclude([each.result() for each in answers])
+
+        self.from_first(f"after {step}", conclusion)
 
     def forget(self) -> None:
         """Delete the keys of the save from the store; call it after every rank has finished the save."""
@@ -103,22 +112,22 @@ class SaveAgreement:
                 for key in self._keys:
                     self._store.delete_key(key)
 
-    def _run(self, action: Callable[[], str]) -> SaveAnswer:
+    def _run(self, action: Callable[[], str | None]) -> _Answer:
         try:
             with at_work(self._store):
-                return SaveAnswer(True, action())
+                return _Answer(True, action() or "")
         except SaveError as error:
-            return SaveAnswer(False, str(error))
+            return _Answer(False, str(error))
         except OSError as error:
             file = f": {error.filename}" if error.filename else ""
-            return SaveAnswer(False, f"rank {self.rank}: {error.strerror or error}{file}")
+            return _Answer(False, f"rank {self.rank}: {error.strerror or error}{file}")
         except Exception:  # a bug here must not leave the other ranks waiting
-            return SaveAnswer(False, f"rank {self.rank} failed:\n{traceback.format_exc()}")
+            return _Answer(False, f"rank {self.rank} failed:\n{traceback.format_exc()}")
 
-    def _remove(self, key: str, rank: int) -> SaveAnswer:
+    def _remove(self, key: str, rank: int) -> _Answer:
         """Return a rank's answer, and delete it from the store."""
         if not self._store.check([key]):
-            return SaveAnswer(False, f"rank {rank} does not answer: it is gone or hangs")
+            return _Answer(False, f"rank {rank} does not answer: it is gone or hangs")
         answer = _unpacked(self._store.get(key))
         self._store.delete_key(key)
         return answer
@@ -127,12 +136,12 @@ class SaveAgreement:
         return f"{self._prefix}/{step}/{who}"
 
 
-def _packed(answer: SaveAnswer) -> str:
+def _packed(answer: _Answer) -> str:
     """Return an answer as compressed ASCII text; names and ranges of tensors compress to a tenth."""
     content = zlib.compress(answer.text.encode(), level=1)
     return (_DONE if answer.is_done else _FAILED) + base64.b64encode(content).decode()
 
 
-def _unpacked(message: bytes) -> SaveAnswer:
+def _unpacked(message: bytes) -> _Answer:
     text = zlib.decompress(base64.b64decode(message[1:])).decode()
-    return SaveAnswer(message[:1] == _DONE.encode(), text)
+    return _Answer(message[:1] == _DONE.encode(), text)

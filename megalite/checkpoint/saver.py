@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
+import shutil
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
-from megalite.checkpoint.folder import LATEST, iterations_in, name_of, withdraw
+from megalite.checkpoint.folder import LATEST, iterations_in, name_of
 from megalite.checkpoint.host_copy import HostCopy
 from megalite.checkpoint.lease import FolderLease, LeaseLost
 from megalite.checkpoint.local_saves import LocalSave, LocalSaves
@@ -31,15 +30,6 @@ from megalite.distributed.topology import Topology
 from megalite.tensor_parallel.parameter_spec import ParameterShard
 from megalite.utils.errors import UserError, few, first_line
 from megalite.utils.log import log
-
-
-class SaveJob(Protocol):
-    """Save of one kind of checkpoint, together with all ranks."""
-
-    @property
-    def final(self) -> Path: ...
-
-    def run(self, agreement: SaveAgreement) -> None: ...
 
 
 class StoreLost(SaveError):
@@ -60,8 +50,15 @@ class _RunningSave:
         is_done: whether `run` has returned.
     """
 
-    def __init__(self, job: SaveJob, agreement: SaveAgreement, copy: HostCopy | None) -> None:
+    def __init__(
+        self,
+        job: Save | LocalSave,
+        pieces: Mapping[str, FilePiece],
+        agreement: SaveAgreement,
+        copy: HostCopy | None,
+    ) -> None:
         self.job = job
+        self.pieces = pieces
         self.agreement = agreement
         self.copy = copy
         self.error: SaveError | None = None
@@ -83,7 +80,7 @@ class _RunningSave:
         try:
             if self.copy is not None:
                 self.copy.fill()
-            self.job.run(self.agreement)
+            self.job.run(self.agreement, self.pieces)
         except SaveError as error:
             self.error = error
         except dist.DistError as error:
@@ -173,11 +170,8 @@ class Saver:
         is_local = self._running is not None and isinstance(self._running.job, LocalSave)
         if self._must_skip(contents.iteration, "--save-interval", waits=is_last or is_local):
             return
-
-        def job(pieces: Mapping[str, FilePiece]) -> Save:
-            keep = self._config.keep_last, self._config.keep_every, self._confirmed
-            return Save(Path(folder), contents, pieces, _file_name(self._topology), *keep, self._lease)
-
+        keep = self._config.keep_last, self._config.keep_every, self._confirmed
+        job = Save(Path(folder), contents, _file_name(self._topology), *keep, self._lease)
         with self._topology.events.during(CHECKPOINT):
             self._begin(job, plan_save(self._unchanging(tensors), self._topology), is_last)
 
@@ -193,7 +187,7 @@ class Saver:
         kept = self._unchanging(tensors)
         pieces = {name: whole_piece(tensor, self._topology) for name, tensor in kept.items()}
         with self._topology.events.during(CHECKPOINT):
-            self._begin(partial(LocalSave, self.local, contents, lease=self._lease), pieces)
+            self._begin(LocalSave(self.local, contents, self._lease), pieces)
 
     def _unchanging(self, tensors: Tensors) -> Tensors:
         """Return the tensors of a save; in the background, with copies of buffers, which forward changes."""
@@ -276,21 +270,19 @@ class Saver:
         )
         return True
 
-    def _begin(
-        self,
-        job: Callable[[Mapping[str, FilePiece]], SaveJob],
-        pieces: Mapping[str, FilePiece],
-        is_last: bool = False,
-    ) -> None:
+    def _begin(self, job: Save | LocalSave, pieces: Mapping[str, FilePiece], is_last: bool = False) -> None:
         """Start a job on pieces that nothing else writes to; without a thread, also finish it."""
         in_background = self._config.async_save and not is_last
-        moved = pieces if in_background else _outside_host(pieces)
+        moved = {  # host memory, which offloaded state is in, is written directly
+            name: piece
+            for name, piece in pieces.items()
+            if in_background or piece.tensor.device.type != "cpu"
+        }
         copy = self._copy if moved else None
         held = {**pieces, **(copy.take(moved) if copy else {})}
-        running = _RunningSave(job(held), self._next_agreement(), copy)
-        self._running = running
+        self._running = running = _RunningSave(job, held, self._next_agreement(), copy)
         if in_background:
-            log.info("saving checkpoint %s in the background", running.job.final)
+            log.info("saving checkpoint %s in the background", job.final)
             running.start()
         else:
             running.run()
@@ -318,24 +310,27 @@ class Saver:
         if isinstance(running.job, Save):
             self._failure = error
         if error is None:
-            self._on_success(running.job, is_last)
+            log.info("saved checkpoint %s", running.job.final)
+            if self.local is not None and isinstance(running.job, Save):
+                if is_last:
+                    self.local.remove_all()
+                else:
+                    self.local.remove_up_to(running.job.contents.iteration)
         elif is_last or self._config.exit_on_save_failure or isinstance(error, StoreLost | LeaseLost):
             raise error
         else:
             log.warning("%s; training continues, and the next save tries again", error)
 
-    def _on_success(self, job: SaveJob, is_last: bool) -> None:
-        """Log a complete checkpoint, and delete the saves that it replaces."""
-        log.info("saved checkpoint %s", job.final)
-        if self.local is not None and isinstance(job, Save):
-            if is_last:
-                self.local.remove_all()
-            else:
-                self.local.remove_up_to(job.contents.iteration)
-
     def _agreed_error(self, running: _RunningSave) -> SaveError | None:
         """Return the most severe error of any rank; None only if no rank has one."""
-        error = running.error and (self._lost_lease() or running.error)
+        error = running.error
+        if error is not None and self._lease is not None:
+            try:
+                self._lease.check()
+            except LeaseLost as lost:
+                error = lost
+            except OSError:
+                pass
         severity = {None: 0, SaveError: 1, StoreLost: 2, LeaseLost: 3}
         mine = severity[type(error) if error else None]
         worst = self._largest(mine)
@@ -348,16 +343,6 @@ class Saver:
         assert self._lease is not None
         return self._lease.loss()
 
-    def _lost_lease(self) -> LeaseLost | None:
-        try:
-            if self._lease is not None:
-                self._lease.check()
-        except LeaseLost as error:
-            return error
-        except OSError:
-            pass
-        return None
-
     def _largest(self, here: int) -> int:
         """Return the largest number on any rank, through the host, without waiting for earlier GPU work."""
         number = all_reduce(torch.tensor(here), self._topology.world, dist.ReduceOp.MAX, of="a save's result")
@@ -365,23 +350,23 @@ class Saver:
 
 
 def _withdraw(folder: Path, after: int, until: int) -> str:
-    withdrawn = withdraw(folder, after, until)
+    """Rename the checkpoints of the iterations (after, until]; return the text of `Saver.withdraw`."""
+    withdrawn = []
+    for iteration, name in iterations_in(folder).items():
+        if after < iteration <= until:
+            aside = folder / f"unaudited_{name_of(iteration)}"
+            shutil.rmtree(aside, ignore_errors=True)
+            (folder / name).rename(aside)
+            withdrawn.append(aside.name)
     good = max((number for number in iterations_in(folder) if number <= after), default=None)
     if withdrawn and good is not None:
         replace_text(folder / LATEST, name_of(good))
     elif withdrawn:
         (folder / LATEST).unlink(missing_ok=True)
-    best = (
-        f"the last good checkpoint is {folder / name_of(good)}"
-        if good is not None
-        else "no checkpoint is good"
-    )
+    best = "no checkpoint is good"
+    if good is not None:
+        best = f"the last good checkpoint is {folder / name_of(good)}"
     return f"{best} (renamed: {few(withdrawn)})" if withdrawn else best
-
-
-def _outside_host(pieces: Mapping[str, FilePiece]) -> dict[str, FilePiece]:
-    """Return the pieces that are not in host memory or mapped into it (as offloaded optimizer state is)."""
-    return {name: piece for name, piece in pieces.items() if piece.tensor.device.type != "cpu"}
 
 
 def _file_name(topology: Topology) -> str:

@@ -159,7 +159,12 @@ def write_file(file: Path, pieces: Mapping[str, FilePiece]) -> FileRecord:
         OSError: the file cannot be written; a partial file remains.
     """
     order = sorted(pieces, key=lambda name: (-pieces[name].tensor.element_size(), name))  # keeps alignment
-    chunks = [memoryview(_header(pieces, order))]
+    ranges = {name: pieces[name].range for name in order}
+    header = safetensors_header(
+        [(name, pieces[name].tensor.dtype, tuple(pieces[name].tensor.shape)) for name in order],
+        {name: json.dumps(each.record()) for name, each in ranges.items() if each is not None},
+    )
+    chunks = [memoryview(header)]
     for name in order:
         chunks += _chunks(pieces[name].tensor)
     hashing = _Hashing(chunks)
@@ -206,16 +211,6 @@ class _Hashing:
             if self._is_stopped:
                 return
             self._hash.update(chunk)
-
-
-def _header(pieces: Mapping[str, FilePiece], order: Sequence[str]) -> bytes:
-    ranges = {name: pieces[name].range for name in order}
-    metadata = {name: json.dumps(each.record()) for name, each in ranges.items() if each is not None}
-    tensors = (pieces[name].tensor for name in order)
-    return safetensors_header(
-        [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in zip(order, tensors, strict=True)],
-        metadata,
-    )
 
 
 def safetensors_header(

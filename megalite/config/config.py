@@ -41,9 +41,12 @@ class Config:
 
     @property
     def mesh(self) -> MeshOptions:
-        """Return `ParallelConfig.mesh` with the groups of ranks that the optimizer needs."""
+        """Return `ParallelConfig.mesh` with the groups of ranks that the optimizer needs.
+
+        Updates of whole matrices exchange them over the axes that cut them and the axes of their replicas.
+        """
         mesh = self.parallel.mesh
-        if not self.optimizer.exchanges_matrices:
+        if not self.optimizer.updates_whole_matrices:
             return mesh
         table = tuple(replace(each, groups=(*each.groups, each.holders)) for each in mesh.table)
         return replace(mesh, table=table)

@@ -171,11 +171,6 @@ class OptimizerConfig:
     """Share of the optimizer state that the flags above offload, rounded to whole gradient buckets."""
 
     @property
-    def exchanges_matrices(self) -> bool:
-        """Return whether ranks exchange matrices over the axes that cut them and those of their replicas."""
+    def updates_whole_matrices(self) -> bool:
+        """Return whether an update of a matrix depends on all its elements, unlike AdamW's."""
         return self.optimizer == "muon"
-
-    @property
-    def offloads_optimizer(self) -> bool:
-        """Return whether optimizer state is kept outside of the device."""
-        return self.optimizer_cpu_offload or self.optimizer_nvme_offload is not None

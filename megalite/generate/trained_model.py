@@ -16,8 +16,8 @@ from megalite.attention.choice import build_core
 from megalite.attention.core import StageCore
 from megalite.checkpoint.convert.model_settings import parameters_of, without_training_buffers
 from megalite.checkpoint.full_tensors import check_averages, check_weights
+from megalite.checkpoint.load import choose_checkpoint
 from megalite.checkpoint.manifest import CONFIG, DamagedCheckpoint, Manifest, saved_config
-from megalite.checkpoint.selection import choose_checkpoint
 from megalite.checkpoint.tensor_files import read_tensors
 from megalite.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainingConfig, check_config
 from megalite.config.option import flag_of

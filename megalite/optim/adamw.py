@@ -11,7 +11,7 @@ from torch import Tensor
 from megalite.config import OptimizerConfig
 from megalite.distributed.axis import Observer, observed
 from megalite.kernels import adamw_
-from megalite.optim.flat_buffers import Bucket, BucketEntry, Section
+from megalite.optim.flat_buffers import Bucket, BucketEntry, Section, overlap
 from megalite.optim.gradient_buckets import main_dtype
 from megalite.optim.loss_scaler import LossScaler
 from megalite.optim.offload import OffloadedUpdate, OptimizerOffload
@@ -21,7 +21,7 @@ from megalite.utils.torch_private import foreach_div_, foreach_mul_
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """AdamW's moments, by torch's names."""
 MOMENTUM = "momentum_buffer"
-"""Muon's momentum, by torch's name."""
+"""Momentum of matrices that are updated as a whole, by torch's name."""
 
 
 def offloadable_kinds(*, has_own_main: bool, has_ema: bool) -> tuple[str, ...]:
@@ -39,7 +39,7 @@ class BucketState:
         main: main weights, ``[n]``: a view of the bucket's weights if these have the main dtype, or of the
             bucket's shard of main weights (ZeRO stage 3); otherwise a copy, and the bucket's weights are the
             rounded main weights.
-        moments: AdamW's moments, or Muon's momentum, by torch's names, ``[n]``.
+        moments: AdamW's moments, or a matrix's momentum, by torch's names, ``[n]``.
         ema: exponential moving average of the main weights, ``[n]``; None if the run keeps none.
     """
 
@@ -63,7 +63,7 @@ class BucketState:
         self.bucket = bucket
         self.kind = section.kind
         self.is_replicated = owned.stop - owned.start == bucket.size
-        self.owned = owned_part(section, owned)
+        self.owned = overlap(slice(section.start, section.end), owned)
         self._section = section
         if bucket.main is None:
             weight = bucket.weight[self.owned]
@@ -115,21 +115,14 @@ class BucketState:
 
     def parameter_shard(self, flat: Tensor, entry: BucketEntry) -> ParameterShard:
         """Return a parameter's part of a tensor of the owned elements, such as one of `tensors`."""
-        start = min(max(entry.start, self.owned.start), entry.end)
-        end = max(min(entry.end, self.owned.stop), start)
+        held = overlap(slice(entry.start, entry.end), self.owned)
         return ParameterShard(
-            flat[start - self.owned.start : end - self.owned.start],
-            start - entry.start,
+            flat[held.start - self.owned.start : held.stop - self.owned.start],
+            held.start - entry.start,
             tuple(entry.parameter.shape),
             entry.spec,
             self.is_replicated,
         )
-
-
-def owned_part(section: Section, owned: slice) -> slice:
-    """Return the part of a section that a rank owns, which may be empty."""
-    start = min(max(section.start, owned.start), section.end)
-    return slice(start, max(min(section.end, owned.stop), start))
 
 
 class _Update(NamedTuple):
@@ -140,10 +133,6 @@ class _Update(NamedTuple):
     learning_rate: float
     weight_decay: float
     epsilon: float
-
-    def offloaded(self) -> OffloadedUpdate:
-        weight = self.state.main if self.state.rounded is None else self.state.rounded
-        return OffloadedUpdate(self.gradient, weight, *self.settings)
 
     @property
     def settings(self) -> tuple[float, float, float]:
@@ -222,7 +211,8 @@ class AdamW:
             if self.offload is not None and updates_host:
                 # Read them before the device has more work: a read waits for all of it.
                 on_host = number.item(), None if divisor is None else divisor.item()
-                self.offload.copy_gradients(gradients[:num_offloaded])
+                if self.offload.gradients is not None:
+                    self.offload.gradients.copy_missing(gradients[:num_offloaded])
                 if divisor is not None:
                     # On the device for all states, so that their gradients stay comparable.
                     _divide(gradients, divisor)
@@ -230,12 +220,22 @@ class AdamW:
         with observed(self.observers, "optimizer-inner-step"):
             own_rate = learning_rate if decoupled_learning_rate is None else decoupled_learning_rate
             updates = self._updates(gradients, learning_rate, own_rate, weight_decay)
-            for group in _alike(updates[num_offloaded:]):
+            groups: dict[tuple[float, float, float], list[_Update]] = {}
+            for update in updates[num_offloaded:]:
+                groups.setdefault(update.settings, []).append(update)
+            for group in groups.values():
                 self._update(group, number, divisor, is_good)
             if update_others is not None:
                 update_others(divisor, is_good)
             if self.offload is not None and updates_host:
-                offloaded = [update.offloaded() for update in updates[:num_offloaded]]
+                offloaded = [
+                    OffloadedUpdate(
+                        update.gradient,
+                        update.state.main if update.state.rounded is None else update.state.rounded,
+                        *update.settings,
+                    )
+                    for update in updates[:num_offloaded]
+                ]
                 self.offload.start_update(offloaded, *on_host)
             self.num_steps += is_good
         return is_good
@@ -287,14 +287,6 @@ class AdamW:
             weight_decay=weight_decay,
             epsilon=epsilon,
         )
-
-
-def _alike(updates: Sequence[_Update]) -> list[list[_Update]]:
-    """Group updates with equal learning rate, weight decay and epsilon."""
-    groups: dict[tuple[float, float, float], list[_Update]] = {}
-    for update in updates:
-        groups.setdefault(update.settings, []).append(update)
-    return list(groups.values())
 
 
 def _divide(gradients: Sequence[Tensor], divisor: Tensor) -> None:

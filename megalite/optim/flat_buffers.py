@@ -43,7 +43,7 @@ class ParameterKind(NamedTuple):
         decay: whether weight decay applies.
         parameter_axes: which ranks hold the parameters, and over which axes their gradients are partial.
         is_vocabulary: whether they are weights of the vocabulary with a learning rate of their own.
-        is_matrix: whether they are matrices that Muon updates.
+        is_matrix: whether an update of one depends on the whole matrix.
         width_ratio: divisor of AdamW's learning rate and epsilon in muP.
     """
 
@@ -57,13 +57,13 @@ class ParameterKind(NamedTuple):
 def parameter_kind(parameter: nn.Parameter, config: OptimizerConfig | None = None) -> ParameterKind:
     """Return a parameter's kind: weights that the optimizer updates alike have one kind."""
     spec, config = spec_of(parameter), config or OptimizerConfig()
-    is_matrix = config.optimizer == "muon" and spec.is_matrix
+    is_matrix = config.updates_whole_matrices and spec.is_matrix
     return ParameterKind(
         spec.decay,
         spec.parameter_axes,
         config.decoupled_lr is not None and spec.is_vocabulary,
         is_matrix,
-        1.0 if is_matrix else spec.width_ratio,  # Muon scales its updates by the matrix's shape
+        1.0 if is_matrix else spec.width_ratio,  # the matrix's shape scales its updates
     )
 
 
@@ -73,6 +73,12 @@ class Section(NamedTuple):
     kind: ParameterKind
     start: int
     end: int
+
+
+def overlap(elements: slice, others: slice) -> slice:
+    """Return the elements that are also in another range, which may be none."""
+    start = min(max(elements.start, others.start), elements.stop)
+    return slice(start, max(min(elements.stop, others.stop), start))
 
 
 class Bucket:

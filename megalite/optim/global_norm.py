@@ -26,7 +26,7 @@ class CountedShard(NamedTuple):
     Attributes:
         main: main weights, ``[n]``.
         gradient: complete gradient, ``[n]``.
-        moments: AdamW's moments, or Muon's momentum, by torch's names, ``[n]``.
+        moments: AdamW's moments, or a matrix's momentum, by torch's names, ``[n]``.
         num_used: number of elements before the vocabulary's padding.
     """
 

@@ -197,12 +197,12 @@ class ReduceScatterBuffer(GradientBuffer):
         return self._reduce_scatter(message, partial(_copy, target=self.owned_grad), is_last)
 
     def all_gather(self) -> Tensor:
-        full = torch.empty_like(self.full)
+        full = self._zeros()
         flat_all_gather(full, self.owned_grad, self.replicas.shard).wait()
         return full
 
 
-class ShardedGradientBuffer(GradientBuffer):
+class ShardedGradientBuffer(ReduceScatterBuffer):
     """Gradients at ZeRO stages 2 and 3: each rank only accumulates its shard over the microbatches.
 
     The full buffer exists from the first gradient of a microbatch until it is reduce-scattered. Each buffer
@@ -214,7 +214,7 @@ class ShardedGradientBuffer(GradientBuffer):
 
     def __init__(self, bucket: Bucket, message_dtype: torch.dtype | None) -> None:
         super().__init__(bucket, message_dtype)
-        self.owned = self.held = bucket.shard
+        self.held = bucket.shard
         self.buffer = None
         self.stale = self._names()
         shard_size = bucket.shard.stop - bucket.shard.start
@@ -249,11 +249,6 @@ class ShardedGradientBuffer(GradientBuffer):
         else:
             self.shard_sum.add_(result)
         self.sum_is_stale = False
-
-    def all_gather(self) -> Tensor:
-        full = self._zeros()
-        flat_all_gather(full, self.shard_sum, self.replicas.shard).wait()
-        return full
 
 
 def _add(totals: list[Tensor], gradients: list[Tensor]) -> None:

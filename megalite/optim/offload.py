@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -17,11 +18,18 @@ from megalite.distributed.axis import HOST_UPDATE
 from megalite.distributed.topology import FakeTopology, Topology
 from megalite.hardware.host_memory import free_bytes
 from megalite.kernels import adamw_
+from megalite.optim import NUM_STAGED, RANGE_SIZE
 from megalite.optim.ema import ema_share, update_ema_
-from megalite.optim.offload_sizes import NUM_STAGED, RANGE_SIZE
 from megalite.optim.staging import HostGradient, HostGradients, Staging, staging_bytes
-from megalite.optim.state_file import FileStorage, file_bytes, ring_bytes
-from megalite.optim.state_storage import HostStorage, StateSize, StateStorage, num_offloaded
+from megalite.optim.state_storage import (
+    FileStorage,
+    HostStorage,
+    StateSize,
+    StateStorage,
+    file_bytes,
+    num_offloaded,
+    ring_bytes,
+)
 from megalite.utils.errors import UserError
 
 T = TypeVar("T")
@@ -75,7 +83,7 @@ class OptimizerOffload:
 
     Attributes:
         count: number of states that are offloaded.
-        keeps_gradients: whether gradients are copied during backward.
+        gradients: gradients that are copied during backward; None if the update copies them.
         bytes: sizes of the states and of an update's copies.
     """
 
@@ -115,61 +123,33 @@ class OptimizerOffload:
         if not isinstance(topology, FakeTopology):
             hosts = [size.host for size in sizes_of]
             choice, num_cores = _choose_by_host_memory(hosts, config, topology)
-        self.keeps_gradients, self.bytes = choices[choice], sizes_of[choice]
+        keeps_gradients, self.bytes = choices[choice], sizes_of[choice]
         with topology.agreed():
             self.storage = _new_storage(mine, config, device, range_size, self._order)
-            self._gradients: HostGradients | None = None
-            if self.keeps_gradients:
+            self.gradients: HostGradients | None = None
+            if keeps_gradients:
                 dtype = mine[0].dtype if mine else weight_dtype
-                self._gradients = HostGradients(device, [size.numel for size in mine], dtype)
-            self._staging = Staging(
-                device, range_size, _staged_dtypes(mine, weight_dtype, self.keeps_gradients)
-            )
+                self.gradients = HostGradients(device, [size.numel for size in mine], dtype)
+            self._staging = Staging(device, range_size, _staged_dtypes(mine, weight_dtype, keeps_gradients))
         self._ranges: dict[int, list[int]] = {}  # by state
         for index, each in enumerate(self.storage.ranges):
             self._ranges.setdefault(each.state, []).append(index)
-        self._thread = (
-            None
-            if device.type == "meta"
-            else ThreadPoolExecutor(1, "optimizer-update", _use_device, (device,))
-        )
+        is_cuda = device.type == "cuda"
+        set_device = partial(torch.cuda.set_device, device) if is_cuda else None  # a new thread uses GPU 0
+        self._thread: ThreadPoolExecutor | None = None
+        if device.type != "meta":
+            self._thread = ThreadPoolExecutor(1, "optimizer-update", set_device)
         self._num_threads: int | None = None
-        if device.type == "cuda":
+        if is_cuda:
             self._num_threads = parallel.num_threads or max(1, num_cores - 1)  # one starts kernels
         self._updated: dict[int, Future[torch.cuda.Event | None]] = {}  # by state; in the current update
         self._others: list[Future[None]] = []  # other work of the thread
 
-    def tensors(self, state: int) -> dict[str, Tensor]:
-        """Return a state's tensors by kind; see `StateStorage.tensors`."""
-        return self.storage.tensors(state)
-
     def begin(self) -> None:
         """Start an iteration: drop the previous gradients, and begin to read a file's first ranges."""
-        self.forget_gradients()
+        if self.gradients is not None:
+            self.gradients.forget()
         self._others.append(self._submit(self.storage.start))
-
-    def forget_gradients(self) -> None:
-        """Make `copy_gradients` copy all gradients: the ones on the host are not final."""
-        if self._gradients is not None:
-            self._gradients.forget()
-
-    def copy_gradient(self, state: int, gradient: Tensor) -> None:
-        """Start to copy a state's complete gradient to the host, unless the update copies it.
-
-        Args:
-            gradient: gradient before unscaling and clipping, ``[n]``; the current stream computes it.
-        """
-        if self._gradients is not None:
-            self._gradients.copy(state, gradient)
-
-    def copy_gradients(self, gradients: Sequence[Tensor]) -> None:
-        """Copy the gradients of all other states; afterwards the device may change the gradients.
-
-        Args:
-            gradients: gradients of the offloaded states.
-        """
-        if self._gradients is not None:
-            self._gradients.copy_missing(gradients)
 
     def start_update(
         self, states: Sequence[OffloadedUpdate], number: float, divisor: float | None = None
@@ -185,12 +165,12 @@ class OptimizerOffload:
         update = _HostUpdate(
             self.storage,
             self._staging,
-            None if self._gradients is None else self._gradients.copied,
+            None if self.gradients is None else self.gradients.copied,
             states,
             self.config,
             torch.tensor(number, dtype=torch.float32, device=host),
             None
-            if divisor is None or self._gradients is None
+            if divisor is None or self.gradients is None
             else torch.tensor(divisor, dtype=torch.float64, device=host),
         )
         update.start()
@@ -229,12 +209,12 @@ class OptimizerOffload:
                 each.result()
 
     def check(self) -> None:
-        """Check that `tensors` have not changed since the last update."""
+        """Check that `StateStorage.tensors` have not changed since the last update."""
         self.finish()
         self.storage.check()
 
     def seal(self, kinds: Collection[str] | None = None) -> None:
-        """Accept new values of `tensors`, only of `kinds` if passed."""
+        """Accept new values of `StateStorage.tensors`, only of `kinds` if passed."""
         self.finish()
         self.storage.seal(kinds)
 
@@ -319,9 +299,8 @@ def _new_storage(
     range_size: int,
     order: Sequence[int],
 ) -> StateStorage:
-    folder = config.optimizer_nvme_offload
-    if folder is None or device.type == "meta" or not sizes:
-        host = "meta" if device.type == "meta" else "cpu"
+    folder, host = config.optimizer_nvme_offload, "meta" if device.type == "meta" else "cpu"
+    if folder is None or host == "meta" or not sizes:
         return HostStorage(sizes, host, range_size, order)
     return FileStorage(Path(folder), sizes, range_size, order)
 
@@ -333,12 +312,6 @@ def _staged_dtypes(
     if not sizes:
         return ()
     return (weight_dtype,) if keeps_gradients else (sizes[0].dtype, weight_dtype)
-
-
-def _use_device(device: torch.device) -> None:
-    """Make this thread's copies use the rank's GPU: a new thread uses GPU 0."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
 
 
 def _bytes_of(

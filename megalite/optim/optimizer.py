@@ -12,9 +12,9 @@ from megalite.config import OptimizerConfig, ParallelConfig
 from megalite.distributed.axis import Axis, observed
 from megalite.distributed.collectives import all_reduce, flat_all_gather
 from megalite.distributed.topology import Topology
-from megalite.optim.adamw import AdamW, BucketState, offloadable_kinds, owned_part
+from megalite.optim.adamw import AdamW, BucketState, offloadable_kinds
 from megalite.optim.averaged_weights import AveragedWeights
-from megalite.optim.flat_buffers import Bucket, BucketEntry, make_buckets, parameter_kind
+from megalite.optim.flat_buffers import Bucket, BucketEntry, make_buckets, overlap, parameter_kind
 from megalite.optim.global_norm import CountedShard, global_norm
 from megalite.optim.gradient_buckets import (
     GRADIENT_BUFFERS,
@@ -30,11 +30,9 @@ from megalite.optim.post_step_hooks import PostStepHook
 from megalite.optim.state_storage import StateSize
 from megalite.optim.weight_gathering import (
     ChunkModules,
-    FsdpUnit,
-    ShardedChunk,
     ShardedWeights,
     WeightGatherer,
-    shard_chunks,
+    bucket_units,
 )
 from megalite.pipeline.schedules import SCHEDULES
 from megalite.tensor_parallel.counter_random import fill_initial
@@ -70,10 +68,9 @@ class Optimizer:
         parallel: ParallelConfig,
         topology: Topology,
         dtype: torch.dtype,
-        units: Sequence[FsdpUnit] = (),
+        chunks: Sequence[ChunkModules] = (),
         fuses_weight_gradients: bool = False,
         graphs_add: bool = False,
-        chunks: Sequence[ChunkModules] = (),
         keeps_weights: bool = False,
     ) -> None:
         """Move the parameters into buckets and allocate gradients and state.
@@ -83,11 +80,10 @@ class Optimizer:
             tied: tied word embedding, if the pipeline has more than one rank and this rank holds the first or
                 the last stage.
             dtype: dtype of the weights.
-            units: this rank's modules in the order in which forward calls them; each waits for its weights
-                if the all-gather overlaps forward.
+            chunks: this rank's model chunks, whose units wait for their weights if the all-gather overlaps
+                forward, and at ZeRO stage 3.
             fuses_weight_gradients: linear layers add their weight gradients to the buffers.
             graphs_add: graphs of torch.compile add weight gradients to the buffers.
-            chunks: this rank's model chunks, for ZeRO stage 3.
             keeps_weights: at ZeRO stage 3, gather each weight once per iteration, and keep it until the last
                 backward.
         """
@@ -96,7 +92,7 @@ class Optimizer:
         self.shards_weights = self.stage == 3
         self.scaler = build_loss_scaler(config, dtype)
         self.unreached: list[str] = []
-        sharded, groups = self._make_buckets(list(named_parameters), chunks, config, parallel)
+        groups = self._make_buckets(list(named_parameters), chunks, config, parallel)
         self.buffers = [self._make_buffer(bucket, parallel) for group in groups for bucket in group]
         self._buffer_of = {buffer.bucket: buffer for buffer in self.buffers}
         self.offload, self.states = self._make_states(config, parallel)
@@ -115,9 +111,9 @@ class Optimizer:
             buffer for buffer in self.buffers if self.shards_weights and self._is_copied(buffer.bucket)
         ]
         self.gatherer: WeightGatherer | ShardedWeights = (
-            self._shard_weights(sharded, keeps_weights)
+            self._shard_weights(chunks, keeps_weights)
             if self.shards_weights
-            else self._make_gatherer(units, parallel)
+            else self._make_gatherer(chunks, parallel)
         )
         self.main_grads = self.reducer.main_grads() if fuses_weight_gradients else {}
 
@@ -127,8 +123,8 @@ class Optimizer:
         chunks: Sequence[ChunkModules],
         config: OptimizerConfig,
         parallel: ParallelConfig,
-    ) -> tuple[list[ShardedChunk], list[list[Bucket]]]:
-        """Return the chunks of ZeRO stage 3, and groups of buckets that backward fills in order."""
+    ) -> list[list[Bucket]]:
+        """Return groups of buckets that backward fills in order."""
         tied = None if self.tied is None else self.tied.weight
         kind_of = partial(parameter_kind, config=config)
 
@@ -141,12 +137,12 @@ class Optimizer:
 
         if self.shards_weights:
             splits = SCHEDULES[parallel.schedule].splits_backward
-            return shard_chunks(chunks, pairs, new_bucket, replicas_of, tied, splits_backward=splits)
+            return bucket_units(chunks, pairs, new_bucket, replicas_of, tied, splits_backward=splits)
         others = [pair for pair in pairs if pair[1] is not tied]
         buckets = make_buckets(others, new_bucket, parallel.ddp_bucket_size, kind_of)
         if tied is not None:
             buckets.append(new_bucket([pair for pair in pairs if pair[1] is tied]))
-        return [], [buckets]
+        return [buckets]
 
     def _make_buffer(self, bucket: Bucket, parallel: ParallelConfig) -> GradientBuffer:
         stage, is_tied = self.stage, self._is_tied(bucket)
@@ -162,7 +158,7 @@ class Optimizer:
         self, config: OptimizerConfig, parallel: ParallelConfig
     ) -> tuple[OptimizerOffload | None, list[BucketState]]:
         sections = [
-            (buffer, section, owned_part(section, buffer.owned))
+            (buffer, section, overlap(slice(section.start, section.end), buffer.owned))
             for buffer in self.buffers
             for section in buffer.bucket.sections
         ]
@@ -180,7 +176,7 @@ class Optimizer:
                 self.topology,
                 order=range(len(numels))[::-1],  # backward fills the buffers in the opposite order
             )
-        tensors = map(offload.tensors, range(offload.count)) if offload else iter(())
+        tensors = map(offload.storage.tensors, range(offload.count)) if offload else iter(())
         return offload, [
             BucketState(
                 buffer.bucket,
@@ -205,9 +201,10 @@ class Optimizer:
                 sum_copies = partial(sum_tied_embedding_grads, pp=self.topology.pp)
         return GradReducer(buffers, overlap, tied, sum_copies, graphs_add, on_complete)
 
-    def _shard_weights(self, chunks: Sequence[ShardedChunk], keeps_weights: bool) -> ShardedWeights:
+    def _shard_weights(self, chunks: Sequence[ChunkModules], keeps_weights: bool) -> ShardedWeights:
         weights = ShardedWeights(
             chunks,
+            list(self._buffer_of),
             keeps_rest=keeps_weights or self.topology.pp.size > 1,
             keeps_layers=keeps_weights,
             wait_for_reductions=self.reducer.wait_for_started,
@@ -216,7 +213,7 @@ class Optimizer:
         self.reducer.on_filled = lambda buffer: weights.gradients_are_complete(buffer.bucket)
         return weights
 
-    def _make_gatherer(self, units: Sequence[FsdpUnit], parallel: ParallelConfig) -> WeightGatherer:
+    def _make_gatherer(self, chunks: Sequence[ChunkModules], parallel: ParallelConfig) -> WeightGatherer:
         gathers = self.stage > 0
         overlaps = (
             parallel.gathers_under_forward(self.topology.device.type) if gathers else self.offload is not None
@@ -224,7 +221,7 @@ class Optimizer:
         return WeightGatherer(
             [buffer.bucket for buffer in self.buffers],
             gathers,
-            units if overlaps else (),
+            [unit for chunk in chunks for unit in chunk.units] if overlaps else (),
             # With tensor parallelism a GPU starts kernels in launch order (`settings_for`): forward would not
             # begin before the last bucket.
             one_ahead=self.topology.tp.size > 1,
@@ -234,9 +231,11 @@ class Optimizer:
     def _copy_to_host(self, buffer: GradientBuffer) -> None:
         """Start to copy a bucket's complete gradients whose states are offloaded."""
         assert self.offload is not None
+        if self.offload.gradients is None:
+            return
         for number, state in self._states_of[buffer.bucket].items():
             if number < self.offload.count and self._is_complete(state):
-                self.offload.copy_gradient(number, self._gradient_of(state))
+                self.offload.gradients.copy(number, self._gradient_of(state))
 
     def _wait_for_update(self, bucket: Bucket) -> None:
         assert self.offload is not None
@@ -263,7 +262,7 @@ class Optimizer:
         """Start an iteration with this number of backward passes; their gradients replace the old ones."""
         if self.offload is not None:
             self.offload.begin()
-            if not self.offload.keeps_gradients and self.reducer.graphs_add:
+            if self.offload.gradients is None and self.reducer.graphs_add:
                 self.offload.finish()  # the update reads the gradients, which are about to be zeroed
         self.gatherer.free()
         for hook in self.post_step_hooks:
@@ -289,8 +288,8 @@ class Optimizer:
         with observed(self.topology.observers, "optimizer-unscale-and-check-inf"):
             if scale is not None and (gradients := self._gradients_of(self.updated)):
                 foreach_mul_(gradients, scale)
-                if self.offload is not None:
-                    self.offload.forget_gradients()  # backward's copies on the host are not scaled
+                if self.offload is not None and self.offload.gradients is not None:
+                    self.offload.gradients.forget()  # backward's copies on the host are not scaled
             return global_norm(self._counted_gradients(), self.topology) / self.scaler.scale
 
     def _finish_reduction(self) -> None:
@@ -460,9 +459,8 @@ class Optimizer:
         is_copy = self._is_copied(state.bucket) and not self.topology.pp.is_first  # the first stage counts it
         if is_copy or not state.kind.parameter_axes.acts(self.topology):
             return slice(0, 0)
-        counted, owned = state.bucket.counted, state.owned
-        start = min(max(counted.start, owned.start), owned.stop)
-        return slice(start - owned.start, max(min(counted.stop, owned.stop), start) - owned.start)
+        counted, first = overlap(state.owned, state.bucket.counted), state.owned.start
+        return slice(counted.start - first, counted.stop - first)
 
     def _counted_gradients(self) -> list[Tensor]:
         gradients = (self._gradient_of(state)[self._counted(state)] for state in self.states)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from megalite.config import ModelConfig
 from megalite.distributed.collectives import all_reduce
 from megalite.distributed.topology import Topology
+from megalite.model.experts import Router
 from megalite.optim.adamw import BucketState
 from megalite.tensor_parallel.parameter_spec import ParameterShard, spec_of
 
@@ -34,22 +35,6 @@ class PostStepHook(Protocol):
         """
 
 
-class CountingRouter(Protocol):
-    """Interface of a router that counts the tokens of its experts.
-
-    Attributes:
-        weight: the router's parameter; its gradient is summed over the ranks whose tokens are counted.
-        expert_bias: ``[e]``, added to the scores that select experts, or None.
-        expert_loads: ``[e]``, the parts of the last global batch's choices that the experts had, or None.
-        num_tokens: ``[e]``, int64, how often each expert was selected on this rank, which forward counts.
-    """
-
-    weight: nn.Parameter
-    expert_bias: Tensor | None
-    expert_loads: Tensor | None
-    num_tokens: Tensor
-
-
 class ExpertBalance:
     """Update of the biases and loads of experts, after the optimizer's.
 
@@ -58,11 +43,11 @@ class ExpertBalance:
     uses. The counts are whole numbers, so every layout makes the same changes.
 
     Args:
-        routers: routers of this rank.
+        routers: routers of this rank; forward has counted the tokens of their experts.
         rate: change of a bias in one update.
     """
 
-    def __init__(self, topology: Topology, routers: Sequence[CountingRouter], rate: float) -> None:
+    def __init__(self, topology: Topology, routers: Sequence[Router], rate: float) -> None:
         self.topology = topology
         self.routers = routers
         self.rate = rate

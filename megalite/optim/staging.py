@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megalite.hardware.host_memory import allocate_bytes, pin
-from megalite.optim.offload_sizes import NUM_STAGED
+from megalite.optim import NUM_STAGED
 from megalite.utils.errors import UserError, first_line
 
 

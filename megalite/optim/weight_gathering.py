@@ -129,29 +129,7 @@ class ChunkModules(NamedTuple):
     units: Sequence[FsdpUnit]
 
 
-@dataclass(frozen=True, eq=False)
-class ShardedUnit:
-    """Module and the buckets of the weights that are gathered for it.
-
-    Attributes:
-        is_layer: the weights are freed after forward, and gathered again for backward. Otherwise, as for the
-            embedding and the head, they stay full until backward has used them.
-    """
-
-    module: nn.Module
-    buckets: Sequence[Bucket]
-    is_layer: bool
-
-
-@dataclass(frozen=True, eq=False)
-class ShardedChunk:
-    """Model chunk and its units, in the order in which forward calls them."""
-
-    module: nn.Module
-    units: Sequence[ShardedUnit]
-
-
-def shard_chunks(
+def bucket_units(
     chunks: Sequence[ChunkModules],
     named_parameters: Sequence[tuple[str, nn.Parameter]],
     new_bucket: Callable[[Sequence[tuple[str, nn.Parameter]]], Bucket],
@@ -159,7 +137,7 @@ def shard_chunks(
     tied: nn.Parameter | None = None,
     *,
     splits_backward: bool = False,
-) -> tuple[list[ShardedChunk], list[list[Bucket]]]:
+) -> list[list[Bucket]]:
     """Put the parameters of each layer, of each chunk's embedding and of its head into buckets.
 
     Args:
@@ -172,15 +150,14 @@ def shard_chunks(
             their own bucket, so that neither waits for the other in a full buffer.
 
     Returns:
-        The chunks, and groups of buckets: the buckets of a chunk in the order in which backward fills them,
-        and the buckets that two chunks of this rank share. The last chunk is first.
+        Groups of buckets: the buckets of a chunk in the order in which backward fills them, and the buckets
+        that two chunks of this rank share. The last chunk is first.
     """
     name_of = {parameter: name for name, parameter in named_parameters}
-    bucket_of: dict[nn.Parameter, Bucket] = {}  # in the order in which forward uses the parameters
-    sharded = []
-    for chunk in chunks:
-        units = []
-        for module, parameters in chunk.units:
+    bucket_of: dict[nn.Parameter, Bucket] = {}
+    users: dict[Bucket, list[int]] = {}  # chunks, in the order in which forward first uses the buckets
+    for number, chunk in enumerate(chunks):
+        for _, parameters in chunk.units:
             parts: dict[tuple[str, bool, bool], list[tuple[str, nn.Parameter]]] = {}
             for parameter in reversed(parameters):
                 if parameter not in bucket_of:
@@ -189,22 +166,27 @@ def shard_chunks(
                     parts.setdefault(part, []).append((name_of[parameter], parameter))
             for pairs in parts.values():
                 bucket_of.update(dict.fromkeys((each for _, each in pairs), new_bucket(pairs)))
-            buckets = dict.fromkeys(bucket_of[parameter] for parameter in parameters)
-            units.append(ShardedUnit(module, list(buckets), module in chunk.layers))
-        sharded.append(ShardedChunk(chunk.module, units))
-    return sharded, _groups(sharded)
-
-
-def _groups(chunks: Sequence[ShardedChunk]) -> list[list[Bucket]]:
-    """Group the buckets by the chunks that use them; in a group, backward fills the first bucket first."""
-    users: dict[Bucket, list[int]] = {}  # in the order in which forward first uses the buckets
-    for number, chunk in enumerate(chunks):
-        for bucket in dict.fromkeys(bucket for unit in chunk.units for bucket in unit.buckets):
-            users.setdefault(bucket, []).append(number)
+            for bucket in dict.fromkeys(bucket_of[parameter] for parameter in parameters):
+                if number not in (known := users.setdefault(bucket, [])):
+                    known.append(number)
     groups: dict[tuple[int, ...], list[Bucket]] = {}
     for bucket in reversed(users):
         groups.setdefault(tuple(users[bucket]), []).append(bucket)
     return [groups[each] for each in sorted(groups, reverse=True)]
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedUnit:
+    """Module and the buckets of the weights that are gathered for it.
+
+    Attributes:
+        is_layer: the weights are freed after forward, and gathered again for backward. Otherwise, as for the
+            embedding and the head, they stay full until backward has used them.
+    """
+
+    module: nn.Module
+    buckets: Sequence[Bucket]
+    is_layer: bool
 
 
 class ShardedWeights:
@@ -224,7 +206,8 @@ class ShardedWeights:
 
     def __init__(
         self,
-        chunks: Sequence[ShardedChunk],
+        chunks: Sequence[ChunkModules],
+        buckets: Sequence[Bucket],
         *,
         keeps_rest: bool,
         keeps_layers: bool,
@@ -240,25 +223,26 @@ class ShardedWeights:
         """Layers that compute their backward, each with the layer whose backward follows."""
         self._for_backward = set[ShardedUnit]()
         """Layers whose weights are full for a backward that has not ended."""
-        self._freed_with_gradients = {
-            bucket
-            for chunk in chunks
-            for unit in chunk.units
-            if not (unit.is_layer or keeps_rest)
-            for bucket in unit.buckets
-        }
+        self._freed_with_gradients = set[Bucket]()
+        bucket_of = {entry.parameter: bucket for bucket in buckets for entry in bucket.entries}
         for chunk in chunks:
-            self._register_hooks(chunk)
+            units = []
+            for module, parameters in chunk.units:
+                used = dict.fromkeys(bucket_of[parameter] for parameter in parameters)
+                units.append(ShardedUnit(module, list(used), module in chunk.layers))
+                if not (units[-1].is_layer or keeps_rest):
+                    self._freed_with_gradients.update(used)
+            self._register_hooks(chunk.module, units)
 
-    def _register_hooks(self, chunk: ShardedChunk) -> None:
+    def _register_hooks(self, chunk: nn.Module, units: Sequence[ShardedUnit]) -> None:
         last_layer: ShardedUnit | None = None
-        for unit, later in zip(chunk.units, [*chunk.units[1:], None], strict=True):
+        for unit, later in zip(units, [*units[1:], None], strict=True):
             before = partial(self._before_forward, unit, later)
             unit.module.register_forward_pre_hook(before, prepend=True)
             if unit.is_layer:
                 unit.module.register_forward_hook(partial(self._after_forward, unit, last_layer))
                 last_layer = unit
-        chunk.module.register_forward_hook(partial(self._after_chunk, last_layer))
+        chunk.register_forward_hook(partial(self._after_chunk, last_layer))
 
     def start(self) -> None:
         """Do nothing after an update: each unit's weights are gathered when it uses them."""

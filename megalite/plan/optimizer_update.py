@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megalite.optim.offload_sizes import NUM_SLOTS, NUM_STAGED, RANGE_SIZE
+from megalite.optim import NUM_SLOTS, NUM_STAGED, RANGE_SIZE
 from megalite.plan.communication import Group
 from megalite.plan.kernel_time import gemm_seconds
 from megalite.plan.layer_time import WorkSeconds

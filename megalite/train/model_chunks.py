@@ -281,12 +281,11 @@ def build_optimizer(
         config.parallel,
         topology,
         DTYPES[config.model.params_dtype],
-        [unit for chunk in chunks for unit in chunk.units()],
+        [ChunkModules(chunk, list(chunk.layers.values()), list(chunk.units())) for chunk in chunks],
         fuses_weight_gradients,
         # A graph that recomputes a part of itself cannot add to a buffer that other microbatches change:
         # PyTorch compares the buffer's version with the version in forward.
         graphs_add=config.training.compile and not config.recompute.modules,
-        chunks=[ChunkModules(chunk, list(chunk.layers.values()), list(chunk.units())) for chunk in chunks],
         keeps_weights=keeps_weights,
     )
     optimizer.post_step_hooks = _post_step_hooks(config.model, topology, chunks, optimizer)

@@ -128,7 +128,7 @@ def announce(trainer: Trainer) -> None:
     if (offload := trainer.optimizer.offload) is not None:
         log.info(
             "optimizer state of rank 0: %s",
-            describe_offload(config.optimizer, offload.bytes, keeps_gradients=offload.keeps_gradients),
+            describe_offload(config.optimizer, offload.bytes, keeps_gradients=offload.gradients is not None),
         )
     if config.model.has_experts and config.model.moe_router_force_load_balancing:
         log.info("tokens go to random experts (--moe-router-force-load-balancing): routing is not learned")

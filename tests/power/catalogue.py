@@ -52,7 +52,6 @@ from megalite.optim import (
     global_norm,
     gradient_buckets,
     loss_scaler,
-    matrix_exchange,
     muon,
     optimizer,
     post_step_hooks,
@@ -990,20 +989,20 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
         ("a rank orthogonalizes its ZeRO shard of a matrix", "dp2+zero2", muon, "orthogonalize",
          lambda original, topology: lambda matrix, *more: torch.cat(
              [original(part, *more) for part in matrix.chunk(topology.replicas.size)]), "muon"),
-        ("a fused weight of which a rank has a slice is one matrix", "tp2", matrix_exchange, "matrices_of",
-         lambda original, topology: lambda spec, splits_fused: original(
+        ("a fused weight of which a rank has a slice is one matrix", "tp2", muon, "matrices_of",
+         lambda original, topology: lambda spec, splits_fused=True: original(
              spec, splits_fused=splits_fused and topology.tp.size == 1), "muon"),
         ("an update has the scale of a slice", "tp2", muon, "SCALES", _of_slices, "muon"),
-        ("other ranks' momentum is not exchanged", "dp2+zero2", matrix_exchange.MatrixExchange, "gather",
+        ("other ranks' momentum is not exchanged", "dp2+zero2", muon.MatrixExchange, "gather",
          after(lambda matrices, exchange, _: _own_parts(exchange, matrices)), "muon"),
-        ("the last matrix of a rank is not orthogonalized", "dp2", matrix_exchange.MatrixExchange, "scatter",
+        ("the last matrix of a rank is not orthogonalized", "dp2", muon.MatrixExchange, "scatter",
          before(_last_changed(lambda matrix: torch.zeros_like(matrix))), "muon"),
-        ("the last matrix of a rank is orthogonalized twice", "dp2", matrix_exchange.MatrixExchange,
+        ("the last matrix of a rank is orthogonalized twice", "dp2", muon.MatrixExchange,
          "scatter", before(_last_changed(lambda matrix: muon.orthogonalize(matrix, "quintic", 5))), "muon"),
-        ("ranks share the matrices out in different ways", "dp2", matrix_exchange, "share_out",
+        ("ranks share the matrices out in different ways", "dp2", muon, "share_out",
          lambda original, topology: lambda costs, count: (
              original(costs[::-1], count)[::-1] if topology.rank else original(costs, count)), "muon"),
-        ("the ranks of other replicas send their elements too", "dp2", matrix_exchange.MatrixExchange,
+        ("the ranks of other replicas send their elements too", "dp2", muon.MatrixExchange,
          "__init__", after(lambda _, exchange, *more: setattr(
              exchange, "_is_source", [True] * len(exchange._is_source))), "muon"),
     ],

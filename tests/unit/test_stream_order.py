@@ -149,8 +149,7 @@ def train(
             parallel,
             topology,
             dtype,
-            units,
-            chunks=[ChunkModules(net, net.blocks[1:-1], units)],
+            [ChunkModules(net, net.blocks[1:-1], units)],
             keeps_weights=keeps_weights,
         )
         optimizer.initialize_main(seed=1)

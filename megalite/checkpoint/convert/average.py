@@ -8,22 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from megalite.checkpoint.compatibility import model_differences
-from megalite.checkpoint.convert.convert import converted_parameters
-from megalite.checkpoint.convert.model_settings import Settings, parameters_of
+from megalite.checkpoint.convert.model_settings import Settings
 from megalite.checkpoint.convert.source import MegaliteSource, find_checkpoint
 from megalite.checkpoint.convert.target import ConversionPlan, size_text, whole_folder, write_megalite
 from megalite.checkpoint.folder import iterations_in, list_checkpoints
 from megalite.checkpoint.manifest import read_manifest
-from megalite.checkpoint.progress import TrainingProgress
-from megalite.config import Config
 from megalite.config.model.transformer import ParamsDtype
 from megalite.utils.errors import UserError
 from megalite.utils.log import log
@@ -72,40 +68,40 @@ def average(
     Raises:
         UserError: a checkpoint cannot be read, or is of another model; nothing is written.
     """
-    dtypes = [_saved_dtype(folder) for folder in checkpoints]
+    manifests = [read_manifest(find_checkpoint(folder, None)) for folder in checkpoints]
+    dtypes: list[ParamsDtype] = [each.description["model"]["params_dtype"] for each in manifests]
     sources = [_most_precise(*each) for each in zip(checkpoints, dtypes, strict=True)]
     last = sources[-1]
     for folder, source in zip(checkpoints, sources, strict=True):
         if others := model_differences(source.config.model, last.config.model):
             values = ", ".join(f"{name} {one} and {other}" for name, one, other in others)
             raise UserError(f"{folder} and {checkpoints[-1]} hold different models: {values}")
-    model = dataclasses.replace(last.config.model, params_dtype=dtype or dtypes[-1])
-    config = dataclasses.replace(last.config, model=model)
-    plan = ConversionPlan(config, last.progress, parameters_of(model), 0, save, last.hugging_face)
     shares = [weight / math.fsum(weights) for weight in weights]
     for folder, source, share in zip(checkpoints, sources, shares, strict=True):
         log.info("%.4f of %s, iteration %d", share, folder, source.progress.iteration)
-    mean = AveragedSource(config, last.progress, last.hugging_face, sources, shares)
+    mean = AveragedSource(sources, shares, dtype or dtypes[-1])
+    plan = ConversionPlan(mean, save)
     with whole_folder(save, plan.num_bytes) as folder:
-        write_megalite(folder, plan, converted_parameters(mean, plan))
-    log.info(
-        "wrote %s: %d tensors, %s in %s", save, len(plan.specs), size_text(plan.num_bytes), model.params_dtype
-    )
+        write_megalite(folder, plan)
+    size, precision = size_text(plan.num_bytes), mean.config.model.params_dtype
+    log.info("wrote %s: %d tensors, %s in %s", save, len(plan.specs), size, precision)
 
 
-@dataclasses.dataclass(frozen=True)
 class AveragedSource:
-    """Reads the weighted mean of several sources of one model; see `ConversionSource`.
+    """Weighted mean of several sources of one model, with the config of the last.
 
-    Attributes:
+    Args:
         shares: weight of each source; their sum is 1.
+        dtype: precision to save.
     """
 
-    config: Config
-    progress: TrainingProgress
-    hugging_face: Mapping[str, Any] | None
-    sources: Sequence[MegaliteSource]
-    shares: Sequence[float]
+    def __init__(
+        self, sources: Sequence[MegaliteSource], shares: Sequence[float], dtype: ParamsDtype
+    ) -> None:
+        self.sources, self.shares, last = sources, shares, sources[-1]
+        self.progress, self.hugging_face = last.progress, last.hugging_face
+        model = dataclasses.replace(last.config.model, params_dtype=dtype)
+        self.config = dataclasses.replace(last.config, model=model)
 
     def dtype_of(self, name: str) -> torch.dtype:
         return torch.promote_types(self.sources[0].dtype_of(name), torch.float32)
@@ -115,12 +111,6 @@ class AveragedSource:
         for source, share in zip(self.sources[1:], self.shares[1:], strict=True):
             mean.add_(source.tensor(name).to(mean.dtype), alpha=share)
         return mean
-
-
-def _saved_dtype(folder: Path) -> ParamsDtype:
-    """Return the precision of a checkpoint's model, without reading its weights."""
-    dtype: ParamsDtype = read_manifest(find_checkpoint(folder, None)).description["model"]["params_dtype"]
-    return dtype
 
 
 def _most_precise(folder: Path, dtype: ParamsDtype) -> MegaliteSource:

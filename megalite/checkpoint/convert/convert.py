@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 from collections import Counter
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,31 +18,25 @@ from megalite.checkpoint.convert.model_check import (
     run_megalite,
     run_transformers,
 )
-from megalite.checkpoint.convert.model_settings import Settings, loses_digits, parameters_of, rounded
+from megalite.checkpoint.convert.model_settings import Settings, loses_digits
 from megalite.checkpoint.convert.source import KINDS, ConversionSource, MegaliteSource, kind_of
 from megalite.checkpoint.convert.target import TARGETS, ConversionPlan, size_text, whole_folder
-from megalite.checkpoint.progress import TrainingProgress
-from megalite.config import Config
 from megalite.frontends.huggingface.families import family_of
 from megalite.utils.errors import UserError
-from megalite.utils.log import LineInterval, log
+from megalite.utils.log import log
 
 
-@dataclass(frozen=True)
 class FoldedMup:
-    """Reads a source's model as the same model without muP.
+    """Model of a source with muP as the same model without muP.
 
     The logits of muP are those of the final norm's output, divided by the width ratio. So the norm's weight
     and bias are divided by it. A tied word embedding keeps its values. The scale of attention scores becomes
     --query-pre-attn-scalar.
     """
 
-    source: ConversionSource
-
-    @property
-    def config(self) -> Config:
-        config = self.source.config
-        model = config.model
+    def __init__(self, source: ConversionSource) -> None:
+        self.source, self.progress, self.hugging_face = source, source.progress, source.hugging_face
+        model = source.config.model
         divisor = model.squared_score_divisor(model.head_dim)
         folded = replace(
             model,
@@ -52,21 +44,12 @@ class FoldedMup:
             mup_base_head_dim=None,
             query_pre_attn_scalar=None if divisor == model.head_dim else divisor,
         )
-        return replace(config, model=folded)
-
-    @property
-    def progress(self) -> TrainingProgress:
-        return self.source.progress
-
-    @property
-    def hugging_face(self) -> Mapping[str, Any] | None:
-        return self.source.hugging_face
+        self.config = replace(source.config, model=folded)
 
     def dtype_of(self, name: str) -> torch.dtype:
         return self.source.dtype_of(name)
 
     def tensor(self, name: str) -> Tensor:
-        """Return one of the tensors, without the vocabulary's padding."""
         full, model = self.source.tensor(name), self.source.config.model
         if not name.startswith("final_norm."):
             return full
@@ -113,10 +96,7 @@ class Conversion:
             if source.config.model.mup_base_width is not None:
                 source = FoldedMup(original)
             family_of(source.config.model)
-        specs = parameters_of(source.config.model)
-        plan = ConversionPlan(
-            source.config, source.progress, specs, self.max_bytes, self.save, source.hugging_face
-        )
+        plan = ConversionPlan(source, self.save, self.max_bytes)
         log.info(
             "%s (%s): %d tensors, %s in %s",
             *(self.load, KINDS[kind].title, len(plan.specs)),
@@ -126,7 +106,7 @@ class Conversion:
             if loses_digits(dtype, plan.dtype):
                 log.warning("%d tensors of %s are rounded to %s", count, dtype, plan.dtype)
         with whole_folder(self.save, plan.num_bytes) as folder:
-            TARGETS[target](folder, plan, converted_parameters(source, plan))
+            TARGETS[target](folder, plan)
             if self.check:
                 self._check(kind, target, original, plan, folder)
         log.info("wrote %s", self.save)
@@ -177,25 +157,3 @@ class Conversion:
             check_input.tokens.shape[1],
             f", or the flags {flags}" if flags else "",
         )
-
-
-def converted_parameters(source: ConversionSource, plan: ConversionPlan) -> Iterator[tuple[str, Tensor]]:
-    """Yield the full parameters in the target's dtype; log the progress of long conversions.
-
-    Raises:
-        UserError: a parameter does not have the shape of the config, or is too large for the dtype.
-    """
-    done, interval = 0, LineInterval()
-    for name, spec in plan.specs.items():
-        full = source.tensor(name)
-        if tuple(full.shape) != tuple(spec.used_shape):
-            raise UserError(
-                f"{name} is {list(full.shape)}, but the config says {list(spec.used_shape)}: does the config "
-                "belong to another model?"
-            )
-        full = rounded(name, full, plan.dtype_of(name))
-        yield name, full
-        done += full.nbytes
-        if interval.is_over():
-            sizes = size_text(done), size_text(plan.num_bytes)
-            log.info("%s of %s (%.0f%%), at %s", *sizes, 100 * done / plan.num_bytes, name)

@@ -19,12 +19,13 @@ import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import safetensors
 import torch
 from torch import Tensor
 
+from megalite.tensor_parallel.placement import Box
 from megalite.utils.errors import UserError, few, first_line
 from megalite.utils.files import parse_json, read_regular
 
@@ -37,7 +38,7 @@ INERT = (
 
 
 class StandIn:
-    """Replaces an object of another program. It keeps the object's arguments and does nothing.
+    """Substitute for an object of another program. It keeps the object's arguments and does nothing.
 
     Attributes:
         arguments: arguments that the object would have been constructed with.
@@ -56,7 +57,7 @@ class StandIn:
 
 
 class SafetensorsFile(Mapping[str, Tensor]):
-    """Reads a memory-mapped safetensors file as a mapping; tensors are views of the file."""
+    """Memory-mapped safetensors file; tensors are views of the file."""
 
     def __init__(self, file: Path) -> None:
         try:
@@ -202,22 +203,8 @@ def check_index(folder: Path) -> None:
         )
 
 
-class _Piece(NamedTuple):
-    file: str
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
-
-    def overlaps(self, other: _Piece) -> bool:
-        return all(
-            start < other_start + other_size and other_start < start + size
-            for start, size, other_start, other_size in zip(
-                self.offsets, self.shape, other.offsets, other.shape, strict=True
-            )
-        )
-
-
 class ShardedTensors(Mapping[str, Tensor]):
-    """Maps names to the tensors of a folder's shards. A tensor is put together when it is read.
+    """Tensors of a folder's shards. A tensor is put together when it is read.
 
     Raises:
         UserError: a file cannot be read, or the pieces of a tensor do not make it up.
@@ -225,28 +212,29 @@ class ShardedTensors(Mapping[str, Tensor]):
 
     def __init__(self, folder: Path) -> None:
         self._files = {file.name: SafetensorsFile(file) for file in sorted(folder.glob(SHARDS))}
-        self._pieces: dict[str, list[_Piece]] = {}
+        self._pieces: dict[str, list[tuple[str, Box]]] = {}  # by tensor, of each piece the file and box
         for name, file in self._files.items():
             offsets = _offsets_in(folder / name, file)
             for tensor in file:
-                piece = _Piece(name, offsets[tensor], file.shape(tensor))
-                if 0 not in piece.shape:  # the part of a rank behind the end of a short tensor
-                    self._pieces.setdefault(tensor, []).append(piece)
-        if broken := [name for name, pieces in self._pieces.items() if not _is_whole(pieces)]:
+                box = Box(offsets[tensor], file.shape(tensor))
+                if box.numel:  # otherwise the part of a rank behind the end of a short tensor
+                    self._pieces.setdefault(tensor, []).append((name, box))
+        if broken := [name for name in self._pieces if not _is_whole(self._boxes(name))]:
             raise UserError(
                 f"{folder} does not hold all parts of {few(broken)}, each once: is a shard missing?"
             )
 
     def __getitem__(self, name: str) -> Tensor:
-        pieces = self._pieces[name]
-        parts = [(piece, self._files[piece.file][name]) for piece in pieces]
+        parts = [(box, self._files[file][name]) for file, box in self._pieces[name]]
         if len(parts) == 1:
             return parts[0][1]
-        full = torch.empty(_full_shape(pieces), dtype=parts[0][1].dtype)
-        for piece, part in parts:
-            ranges = zip(piece.offsets, piece.shape, strict=True)
-            full[tuple(slice(start, start + size) for start, size in ranges)] = part
+        full = torch.empty(_full_shape(self._boxes(name)), dtype=parts[0][1].dtype)
+        for box, part in parts:
+            box.of(full).copy_(part)
         return full
+
+    def _boxes(self, name: str) -> list[Box]:
+        return [box for _, box in self._pieces[name]]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._pieces)
@@ -268,15 +256,13 @@ def _offsets_in(path: Path, file: SafetensorsFile) -> dict[str, tuple[int, ...]]
     return found
 
 
-def _full_shape(pieces: Sequence[_Piece]) -> tuple[int, ...]:
-    ends = ([start + size for start, size in zip(each.offsets, each.shape, strict=True)] for each in pieces)
-    return tuple(map(max, zip(*ends, strict=True)))
+def _full_shape(boxes: Sequence[Box]) -> tuple[int, ...]:
+    return tuple(map(max, zip(*(box.ends for box in boxes), strict=True)))
 
 
-def _is_whole(pieces: Sequence[_Piece]) -> bool:
-    """Return whether the pieces fill their tensor. A missing last piece cannot be seen here."""
-    if len({len(piece.shape) for piece in pieces}) > 1:
+def _is_whole(boxes: Sequence[Box]) -> bool:
+    """Return whether the boxes fill their tensor. A missing last box cannot be seen here."""
+    if len({len(box.shape) for box in boxes}) > 1:
         return False
-    num_elements = sum(math.prod(piece.shape) for piece in pieces)
-    has_overlap = any(one.overlaps(other) for one, other in itertools.combinations(pieces, 2))
-    return num_elements == math.prod(_full_shape(pieces)) and not has_overlap
+    has_overlap = any(one.common(other).numel for one, other in itertools.combinations(boxes, 2))
+    return sum(box.numel for box in boxes) == math.prod(_full_shape(boxes)) and not has_overlap

@@ -54,7 +54,7 @@ _NOT_WEIGHTS = re.compile(
 
 
 class HFFolder:
-    """Reads the tensors of a Hugging Face folder under their own names. Files are opened on first use.
+    """Tensors of a Hugging Face folder under their own names. Files are opened on first use.
 
     Attributes:
         config: config.json.
@@ -110,7 +110,7 @@ class HFFolder:
 
 
 class HFSource:
-    """Reads a Hugging Face folder as a source of our full tensors.
+    """Hugging Face folder as a source of our full tensors.
 
     Args:
         settings: the user's changes.

@@ -48,7 +48,8 @@ def find_in_megatron(folder: Path, iteration: int | None) -> MegatronCheckpoint:
         UserError: there is no such checkpoint, or one of its files is missing or cannot be read.
     """
     folder = _iteration_folder(folder, iteration)
-    if _is_new(folder):
+    is_dcp = (folder / ".metadata").is_file() or any(folder.glob("*.distcp"))
+    if is_dcp or _has_new_files(folder):
         raise UserError(
             f"{folder} has Megatron's distributed format, whose index is a pickle: save it with "
             "--ckpt-format torch (Megatron's --ckpt-convert-format torch rewrites one) and convert that"
@@ -111,11 +112,6 @@ def _iteration_folder(folder: Path, iteration: int | None) -> Path:
 
 def _has_new_files(folder: Path) -> bool:
     return any((folder / name).is_file() for name in _NEW_FORMAT)
-
-
-def _is_new(folder: Path) -> bool:
-    """Return whether an iteration has the distributed format, which torch.distributed.checkpoint writes."""
-    return _has_new_files(folder) or (folder / ".metadata").is_file() or any(folder.glob("*.distcp"))
 
 
 def _read_states(folder: Path) -> dict[tuple[int, int], State]:
@@ -232,14 +228,13 @@ def _one_chunk(layers: list[list[Mapping[str, Tensor]]]) -> ModelChunk:
         is_layer = any(name.startswith(("input_layernorm", "self_attention")) for name in ranks[0])
         for part, tensors in zip(parts, ranks, strict=True):
             for name in tensors:
-                part[f"layers.{num_layers}.{name}" if is_layer else _end_name(name)] = tensors[name]
+                if is_layer:
+                    ours = f"layers.{num_layers}.{name}"
+                else:  # the last norm is a pipeline layer of its own: its tensors are just weight and bias
+                    ours = f"final_layernorm.{name}" if name in ("weight", "bias") else name
+                part[ours] = tensors[name]
         num_layers += is_layer
     return parts
-
-
-def _end_name(name: str) -> str:
-    # The last norm is a separate pipeline layer, whose tensors are just called weight and bias.
-    return f"final_layernorm.{name}" if name in ("weight", "bias") else name
 
 
 def _read_arguments(folder: Path) -> tuple[Mapping[str, Any] | None, int]:

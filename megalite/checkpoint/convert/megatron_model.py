@@ -324,7 +324,7 @@ class MegatronCheckpoint:
 
 
 class MegatronSource:
-    """Reads the parameters of a Megatron checkpoint, and joins their shards one parameter at a time.
+    """Parameters of a Megatron checkpoint, whose shards are joined one parameter at a time.
 
     Raises:
         UserError: megalite does not have the model, or tensors are missing or unknown.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ from megalite.utils.errors import UserError, few
 
 
 class ConversionSource(Protocol):
-    """Reads a model one tensor at a time.
+    """Model that is read one tensor at a time.
 
     Attributes:
         config: config of the model and its tokenizer, in the requested precision.
@@ -70,7 +70,7 @@ class ConversionSource(Protocol):
 
 
 class MegaliteSource:
-    """Reads one of our checkpoints. Only the needed files are read, after they have been verified.
+    """One of our checkpoints. Only the needed files are read, after they have been verified.
 
     If the requested precision is not the model's, the main weights are read and rounded once.
 
@@ -133,8 +133,7 @@ def find_checkpoint(folder: Path, iteration: int | None) -> Path:
     return folder / known[iteration]
 
 
-@dataclass(frozen=True)
-class SourceKind:
+class SourceKind(NamedTuple):
     """Kind of folder that can be converted."""
 
     title: str

@@ -13,14 +13,17 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megalite.checkpoint.convert.hf_folder import CONFIG_FILE, WEIGHT_FILES
+from megalite.checkpoint.convert.model_settings import parameters_of, rounded
+from megalite.checkpoint.convert.source import ConversionSource
 from megalite.checkpoint.convert.tokenizer_files import (
     GENERATION,
     TOKENIZER,
@@ -33,7 +36,6 @@ from megalite.checkpoint.convert.tokenizer_files import (
 from megalite.checkpoint.folder import LATEST, name_of
 from megalite.checkpoint.manifest import seal
 from megalite.checkpoint.parameter_range import ParameterRange
-from megalite.checkpoint.progress import TrainingProgress
 from megalite.checkpoint.save import sync_folder
 from megalite.checkpoint.tensor_files import FilePiece, safetensors_header, write_file
 from megalite.config import Config, to_yaml
@@ -45,138 +47,30 @@ from megalite.model.stage import DTYPES
 from megalite.tensor_parallel.parameter_spec import ParameterSpec
 from megalite.utils.errors import UserError
 from megalite.utils.files import parse_json
-from megalite.utils.log import log
-
-FileNames = Callable[[int, int], str]
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """Declares a tensor that will be written."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        return self.dtype.itemsize * math.prod(self.shape)
-
-
-class StreamedFile:
-    """Writes one file. Its tensors must be added in the order in which they were declared."""
-
-    def __init__(self, path: Path, tensors: Sequence[TensorInfo], metadata: Mapping[str, str]) -> None:
-        self.path = path
-        self._waiting = list(reversed(tensors))
-        self._file = path.open("wb")
-        declared = ((tensor.name, tensor.dtype, tensor.shape) for tensor in tensors)
-        self._file.write(safetensors_header(declared, metadata))
-
-    @property
-    def is_full(self) -> bool:
-        """Return whether every declared tensor was written."""
-        return not self._waiting
-
-    def write(self, name: str, tensor: Tensor) -> None:
-        """Append the next tensor."""
-        expected = self._waiting.pop()
-        assert expected == TensorInfo(name, tensor.dtype, tuple(tensor.shape)), (expected, name)
-        content = tensor.detach().contiguous().view(-1).view(torch.uint8)
-        self._file.write(content.numpy().data)
-
-    def finish(self) -> None:
-        """Close the file once it is on disk."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-
-    def abandon(self) -> None:
-        """Close a file that stays incomplete."""
-        self._file.close()
-
-
-class ShardedWriter:
-    """Writes several files of limited size, one after the other; a context manager.
-
-    Args:
-        tensors: all tensors, in the order in which they will be added.
-        max_bytes: maximum size of a file's tensors, unless a single tensor is larger.
-        name_file: returns a file's name for its number, from 1, and the number of files.
-        metadata: metadata of each file.
-
-    Attributes:
-        files: the tensors of each file, known from the start.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        tensors: Sequence[TensorInfo],
-        max_bytes: int,
-        name_file: FileNames,
-        metadata: Mapping[str, str],
-    ) -> None:
-        shards = list(_shards(tensors, max_bytes))
-        self.files = {name_file(number, len(shards)): shard for number, shard in enumerate(shards, start=1)}
-        self._folder = folder
-        self._metadata = metadata
-        self._waiting = iter(self.files.items())
-        self._open: StreamedFile | None = None
-
-    def __enter__(self) -> ShardedWriter:
-        return self
-
-    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        if self._open is not None:
-            self._open.abandon()
-        is_whole = self._open is None and next(self._waiting, None) is None
-        assert error is not None or is_whole, "declared tensors are missing"
-
-    def write(self, name: str, tensor: Tensor) -> None:
-        """Write the next tensor, to the next file if the current one is full."""
-        if self._open is None:
-            file, shard = next(self._waiting)
-            self._open = StreamedFile(self._folder / file, shard, self._metadata)
-        self._open.write(name, tensor)
-        if self._open.is_full:
-            self._open.finish()
-            self._open = None
-
-
-def _shards(tensors: Sequence[TensorInfo], max_bytes: int) -> Iterator[list[TensorInfo]]:
-    shard, size = list[TensorInfo](), 0
-    for tensor in tensors:
-        if shard and size + tensor.num_bytes > max_bytes:
-            yield shard
-            shard, size = [], 0
-        shard.append(tensor)
-        size += tensor.num_bytes
-    if shard:
-        yield shard
-
-
-Parameters = Iterator[tuple[str, Tensor]]
-"""Full tensors by our name, without padding, in the order of the specs."""
+from megalite.utils.log import LineInterval, log
 
 
 @dataclass(frozen=True)
 class ConversionPlan:
-    """Plans what to write.
+    """Model of a source, and the new folder that it is written to.
 
     Attributes:
-        specs: every parameter of the model.
-        max_bytes: maximum size of a file of weights, if the format has several.
         final: the folder's name once it is complete.
-        hugging_face: as in `Source`.
+        max_bytes: maximum size of a file of weights, if the format has several.
     """
 
-    config: Config
-    progress: TrainingProgress
-    specs: Mapping[str, ParameterSpec]
-    max_bytes: int
+    source: ConversionSource
     final: Path
-    hugging_face: Mapping[str, Any] | None = None
+    max_bytes: int = 0
+
+    @property
+    def config(self) -> Config:
+        return self.source.config
+
+    @cached_property
+    def specs(self) -> Mapping[str, ParameterSpec]:
+        """Return every parameter of the model."""
+        return parameters_of(self.config.model)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -192,55 +86,117 @@ class ConversionPlan:
         elements = sum(torch.Size(spec.used_shape).numel() for spec in self.specs.values())
         return elements * self.dtype.itemsize
 
+    def parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the full parameters in the dtypes of the target; log the progress of long conversions.
 
-def write_hf(folder: Path, plan: ConversionPlan, parameters: Parameters) -> None:
+        Raises:
+            UserError: a parameter does not have the shape of the config, or is too large for the dtype.
+        """
+        done, interval = 0, LineInterval()
+        for name, spec in self.specs.items():
+            full = self.source.tensor(name)
+            if tuple(full.shape) != tuple(spec.used_shape):
+                raise UserError(
+                    f"{name} is {list(full.shape)}, but the config says {list(spec.used_shape)}: does the "
+                    "config belong to another model?"
+                )
+            full = rounded(name, full, self.dtype_of(name))
+            yield name, full
+            done += full.nbytes
+            if interval.is_over():
+                sizes = size_text(done), size_text(self.num_bytes)
+                log.info("%s of %s (%.0f%%), at %s", *sizes, 100 * done / self.num_bytes, name)
+
+
+class TensorInfo(NamedTuple):
+    """Tensor that will be written."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def write_shards(
+    folder: Path, declared: Sequence[TensorInfo], tensors: Iterator[tuple[str, Tensor]], max_bytes: int
+) -> dict[str, str]:
+    """Write tensors to files of limited size, and return the file of each tensor.
+
+    Args:
+        declared: all tensors, in the order in which `tensors` yields them.
+        max_bytes: maximum size of a file's tensors, unless a single tensor is larger.
+    """
+    shards: list[list[TensorInfo]] = [[]]
+    size = 0
+    for info in declared:
+        num_bytes = info.dtype.itemsize * math.prod(info.shape)
+        if shards[-1] and size + num_bytes > max_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(info)
+        size += num_bytes
+    stem, _, ending = WEIGHT_FILES[0].rpartition(".")
+    file_of = {}
+    for number, shard in enumerate(shards, start=1):
+        file = WEIGHT_FILES[0] if len(shards) == 1 else f"{stem}-{number:05d}-of-{len(shards):05d}.{ending}"
+        with (folder / file).open("wb") as stream:
+            stream.write(safetensors_header(shard, {"format": "pt"}))
+            for info in shard:
+                name, tensor = next(tensors)
+                assert info == (name, tensor.dtype, tuple(tensor.shape)), (info, name)
+                stream.write(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+                file_of[name] = file
+            stream.flush()
+            os.fsync(stream.fileno())
+    return file_of
+
+
+def write_hf(folder: Path, plan: ConversionPlan) -> None:
     """Write config.json, weights in safetensors files, and the tokenizer's files."""
-    model, data = plan.config.model, plan.config.data
+    model, data, recorded = plan.config.model, plan.config.data, plan.source.hugging_face or {}
     tokenizer = read_files(data)
-    model_type = (plan.hugging_face or {}).get("model_type")
-    entries = {entry.ours: entry for entry in all_entries(model, model_type)}
-    tensors = list[TensorInfo]()
+    entries = {entry.ours: entry for entry in all_entries(model, recorded.get("model_type"))}
+    declared = list[TensorInfo]()
     for name, spec in plan.specs.items():
-        dtype = plan.dtype_of(name)
-        shape_only = torch.empty(spec.used_shape, dtype=dtype, device="meta")
+        shape_only = torch.empty(spec.used_shape, dtype=plan.dtype_of(name), device="meta")
         for theirs, part in entries[name].to_hf(shape_only, model).items():
-            tensors.append(TensorInfo(theirs, dtype, tuple(part.shape)))
-    with ShardedWriter(folder, tensors, plan.max_bytes, _file_name, {"format": "pt"}) as writer:
-        for name, full in parameters:
-            for theirs, part in entries[name].to_hf(full, model).items():
-                writer.write(theirs, part)
-    if len(writer.files) > 1:
-        _write_json(folder / f"{WEIGHT_FILES[0]}.index.json", _index(writer, plan.num_bytes))
+            declared.append(TensorInfo(theirs, part.dtype, tuple(part.shape)))
+    tensors = (pair for name, full in plan.parameters() for pair in entries[name].to_hf(full, model).items())
+    file_of = write_shards(folder, declared, tensors, plan.max_bytes)
+    if len(set(file_of.values())) > 1:
+        index = {"metadata": {"total_size": plan.num_bytes}, "weight_map": file_of}
+        _write_json(folder / f"{WEIGHT_FILES[0]}.index.json", index)
     if tokenizer:
         write_files(tokenizer, folder)
         for name, settings in settings_of(data).items():
             if name not in tokenizer:
                 _write_json(folder / name, settings)
     eod = end_of_document(data, model.vocab_size) if model.is_causal else None
-    _write_json(folder / CONFIG_FILE, hf_config_of(model, eod, plan.hugging_face))
-    if GENERATION in tokenizer and eod is not None and (plan.hugging_face or {}).get(TOKENS) == TRAINED:
+    _write_json(folder / CONFIG_FILE, hf_config_of(model, eod, plan.source.hugging_face))
+    if GENERATION in tokenizer and eod is not None and recorded.get(TOKENS) == TRAINED:
         generation = parse_json(tokenizer[GENERATION])
         ids = generation.get("eos_token_id")
         if (ends := with_end(ids, eod)) != ids:
             _write_json(folder / GENERATION, {**generation, "eos_token_id": ends})
 
 
-def write_megalite(folder: Path, plan: ConversionPlan, parameters: Parameters) -> None:
+def write_megalite(folder: Path, plan: ConversionPlan) -> None:
     """Write a folder with one checkpoint: only the weights, in a file per layer, and the tokenizer."""
     data = plan.config.data
     tokenizer = read_files(data)
-    name = name_of(plan.progress.iteration)
+    name = name_of(plan.source.progress.iteration)
     checkpoint = folder / name
     checkpoint.mkdir()
     files = []
-    for number, (unit, group) in enumerate(groupby(parameters, lambda pair: _unit(pair[0]))):
-        pieces = {f"model.{name}": FilePiece(full, _full_range(plan.specs[name])) for name, full in group}
+    for number, (unit, group) in enumerate(groupby(plan.parameters(), lambda pair: _unit(pair[0]))):
+        pieces = {
+            f"model.{name}": FilePiece(full, ParameterRange.whole(tuple(full.shape))) for name, full in group
+        }
         files.append(write_file(checkpoint / f"weights_{number:04d}_{unit}.safetensors", pieces))
         pieces.clear()  # before the next unit is read
     if tokenizer:
         write_files(tokenizer, folder / TOKENIZER)
-        if plan.hugging_face is not None:  # a run that continues from here keeps these files, not run.json
-            _write_json(folder / TOKENIZER / CONFIG_FILE, plan.hugging_face)
+        if plan.source.hugging_face is not None:  # a run that continues from here keeps them, not run.json
+            _write_json(folder / TOKENIZER / CONFIG_FILE, plan.source.hugging_face)
         data = moved_to(data, plan.final.absolute() / TOKENIZER)
     seal(
         checkpoint,
@@ -252,10 +208,7 @@ def write_megalite(folder: Path, plan: ConversionPlan, parameters: Parameters) -
     (folder / LATEST).write_text(f"{name}\n")
 
 
-TARGETS: Mapping[str, Callable[[Path, ConversionPlan, Parameters], None]] = {
-    "hf": write_hf,
-    "megalite": write_megalite,
-}
+TARGETS: Mapping[str, Callable[[Path, ConversionPlan], None]] = {"hf": write_hf, "megalite": write_megalite}
 """Functions that write to an existing empty folder, by name for --to."""
 
 
@@ -312,18 +265,12 @@ def _unit(name: str) -> str:
     return f"layer{second}" if first == "layers" else first
 
 
-def _full_range(spec: ParameterSpec) -> ParameterRange:
-    """Return the range of a whole parameter; `dim` is the dimension along which layouts cut it."""
-    shape = spec.used_shape
-    return ParameterRange.whole(shape)
-
-
 def _description(plan: ConversionPlan, *, has_tokenizer: bool) -> dict[str, object]:
     """Return run.json. Without a run in the source it names none, so that any run can continue from it."""
-    config = plan.config
+    config, progress = plan.config, plan.source.progress
     training = config.training
     run: dict[str, object] = {}
-    if plan.progress.consumed_samples and training.global_batch_size is not None:
+    if progress.consumed_samples and training.global_batch_size is not None:
         run = {
             "seed": training.seed,
             "global_batch_size": training.global_batch_size,
@@ -336,23 +283,13 @@ def _description(plan: ConversionPlan, *, has_tokenizer: bool) -> dict[str, obje
         except UserError as error:
             log.warning("the tokenizer's digest is not recorded: %s", error)
     return {
-        "progress": asdict(plan.progress),
+        "progress": asdict(progress),
         "layout": dict.fromkeys(MODEL.names, 1),
         "model": asdict(config.model),
         "run": run,
         "tokenizer": digest,
-        RECORDED: plan.hugging_face,
+        RECORDED: plan.source.hugging_face,
     }
-
-
-def _file_name(number: int, count: int) -> str:
-    stem, _, ending = WEIGHT_FILES[0].rpartition(".")
-    return WEIGHT_FILES[0] if count == 1 else f"{stem}-{number:05d}-of-{count:05d}.{ending}"
-
-
-def _index(writer: ShardedWriter, num_bytes: int) -> dict[str, object]:
-    files = {tensor.name: file for file, shard in writer.files.items() for tensor in shard}
-    return {"metadata": {"total_size": num_bytes}, "weight_map": files}
 
 
 def _write_json(file: Path, content: object) -> None:

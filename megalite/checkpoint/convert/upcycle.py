@@ -10,19 +10,15 @@ Shapes: h hidden size, ffn width of the dense MLP, e experts, G slices of a copy
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from megalite.checkpoint.convert.convert import converted_parameters
-from megalite.checkpoint.convert.model_settings import Settings, check_model, parameters_of
+from megalite.checkpoint.convert.model_settings import Settings, check_model
 from megalite.checkpoint.convert.source import MegaliteSource
 from megalite.checkpoint.convert.target import ConversionPlan, size_text, whole_folder, write_megalite
-from megalite.checkpoint.progress import TrainingProgress
-from megalite.config import Config, ModelConfig
+from megalite.config import ModelConfig
 from megalite.kernels import site_key
 from megalite.utils.errors import UserError
 from megalite.utils.log import log
@@ -56,7 +52,7 @@ class ExpertSizes:
             raise UserError(
                 "the model's MLPs have biases, which upcycling does not copy: pass a model without them"
             )
-        if dense.hybrid_override_pattern is not None or dense.kv_shared_ffn_hidden_size is not None:
+        if any(layer.ffn_size != width for layer in dense.layer_specs):
             raise UserError(
                 "the model's layers differ in their MLPs: pass one whose layers all have the same"
             )
@@ -99,28 +95,29 @@ def upcycle(checkpoint: Path, sizes: ExpertSizes, save: Path, seed: int) -> None
     """
     dense = MegaliteSource(checkpoint, None, Settings())
     sizes.check(dense.config.model)
-    config = dataclasses.replace(dense.config, model=sizes.expert_model(dense.config.model))
-    check_model(config.model)
-    plan = ConversionPlan(config, dense.progress, parameters_of(config.model), 0, save)
-    source = UpcycledSource(config, dense.progress, None, dense, sizes, seed)
+    source = UpcycledSource(dense, sizes, seed)
+    plan, model = ConversionPlan(source, save), source.config.model
     with whole_folder(save, plan.num_bytes) as folder:
-        write_megalite(folder, plan, converted_parameters(source, plan))
+        write_megalite(folder, plan)
     log.info(
         *("wrote %s: %d experts of width %d in each layer, %s in %s", save, sizes.num_experts),
-        *(config.model.expert_ffn_size, size_text(plan.num_bytes), config.model.params_dtype),
+        *(model.expert_ffn_size, size_text(plan.num_bytes), model.params_dtype),
     )
 
 
-@dataclasses.dataclass(frozen=True)
 class UpcycledSource:
-    """Reads a dense model as one with experts; see `ConversionSource`."""
+    """Dense model as one with experts.
 
-    config: Config
-    progress: TrainingProgress
-    hugging_face: Mapping[str, Any] | None
-    dense: MegaliteSource
-    sizes: ExpertSizes
-    seed: int
+    Raises:
+        ConfigError: the model cannot have such experts.
+    """
+
+    hugging_face = None
+
+    def __init__(self, dense: MegaliteSource, sizes: ExpertSizes, seed: int) -> None:
+        self.dense, self.sizes, self.seed, self.progress = dense, sizes, seed, dense.progress
+        self.config = dataclasses.replace(dense.config, model=sizes.expert_model(dense.config.model))
+        check_model(self.config.model)
 
     def dtype_of(self, name: str) -> torch.dtype:
         return self.dense.dtype_of(

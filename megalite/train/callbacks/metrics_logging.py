@@ -172,7 +172,7 @@ def _layer_of(name: str) -> str:
 
 
 _KINDS = {"weight": ("main",), "momentum": ("exp_avg", MOMENTUM), "variance": ("exp_avg_sq",)}
-"""Megatron-DeepSpeed's names of the measured tensors, and torch's. Some optimizers have no variance."""
+"""Megatron-DeepSpeed's names of the measured tensors, and torch's names. Not every state has a variance."""
 
 
 class OptimizerNorms(Callback):

@@ -267,7 +267,7 @@ def test_a_run_that_can_save_no_more_ends(tmp_path: Path, topology, monkeypatch)
     def lost(*_) -> None:
         raise dist.DistNetworkError("Connection reset by peer")
 
-    monkeypatch.setattr(SaveAgreement, "to_first", lost)
+    monkeypatch.setattr(SaveAgreement, "from_all", lost)
     config = config_of(tmp_path)
     saver = Saver(config.checkpoint, topology)
     with pytest.raises(UserError, match=r"store .* is gone \(Connection reset by peer\)"):

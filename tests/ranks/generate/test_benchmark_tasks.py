@@ -7,16 +7,14 @@ from typing import Any
 import pytest
 from lm_eval.api.instance import Instance
 
-from megalite.checkpoint.convert.model_settings import parameters_of
-from megalite.checkpoint.convert.target import ConversionPlan, whole_folder, write_megalite
-from megalite.checkpoint.progress import TrainingProgress
-from megalite.config import Config, DataConfig, ModelConfig, ParallelConfig
+from megalite.config import ModelConfig, ParallelConfig
 from megalite.config.presets import PRESETS
 from megalite.data.tokenizers.tokenizer import ByteTokenizer
 from megalite.distributed.topology import Topology
 from megalite.generate.benchmark_tasks import HarnessModel
 from megalite.generate.evaluate_text import WindowOptions, evaluate_texts
 from megalite.generate.trained_model import CP_COMM_TYPE, ModelFlags, open_trained
+from tests.checkpoint_folder import MemorySource
 from tests.live_ranks import run_ranks
 from tests.stages import build_stage
 
@@ -27,11 +25,7 @@ WINDOWS = WindowOptions(seq_length=64, stride=32, batch_size=2)
 
 def write_checkpoint(topology: Topology, folder: Path, model: ModelConfig = MODEL) -> None:
     stage = build_stage(model, topology, range(model.num_layers), seed=3)
-    specs = parameters_of(model)
-    plan = ConversionPlan(Config(model=model, data=DataConfig()), TrainingProgress(), specs, 10**9, folder)
-    weights = ((name, stage.get_parameter(name).data[: spec.used_shape[0]]) for name, spec in specs.items())
-    with whole_folder(folder, 0) as aside:
-        write_megalite(aside, plan, weights)
+    MemorySource.of(stage).save(folder)
 
 
 def answers(

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from megalite import GPT, pretrain
 from megalite.optim import offload
-from megalite.optim.state_file import BLOCK
+from megalite.optim.state_storage import BLOCK
 
 RANGE_SIZE = 1 << 16
 """Elements of a range of the state file, so that a small model has many."""

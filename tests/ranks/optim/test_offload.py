@@ -32,12 +32,12 @@ def copies_of(topology, config: Config):
     with start_trainer(config, topology) as trainer:
         optimizer = trainer.optimizer
         offload = optimizer.offload
-        assert offload is not None and offload._gradients is not None
+        assert offload is not None and offload.gradients is not None
         finish_gradients, num_copied = optimizer.finish_gradients, []
         began, waited, num_calls = threading.Event(), [], 0
 
         def count_and_finish(scale=None):
-            num_copied.append(len(offload._gradients.copied))
+            num_copied.append(len(offload.gradients.copied))
             return finish_gradients(scale)
 
         def update_after_forward_began(*tensors, **settings):

@@ -91,8 +91,7 @@ class Training:
             ParallelConfig(zero_stage=zero_stage, ddp_bucket_size=10),
             topology,
             torch.float64,
-            units,
-            chunks=[ChunkModules(self.net, [], units)],
+            [ChunkModules(self.net, [], units)],
         )
         self.optimizer.initialize_main(3)
 

@@ -14,7 +14,8 @@ from torch import nn
 from megalite.config import OptimizerConfig, ParallelConfig
 from megalite.distributed import collectives
 from megalite.optim.flat_buffers import ALIGNMENT
-from megalite.optim.optimizer import FsdpUnit, Optimizer
+from megalite.optim.optimizer import Optimizer
+from megalite.optim.weight_gathering import ChunkModules
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_parameter
 from tests.live_ranks import run_ranks
 
@@ -62,13 +63,11 @@ class Net(nn.Module):
             x = layer(x)
         return x.float().square().mean()
 
-    def units(self) -> list[FsdpUnit]:
-        return [(layer, list(layer.parameters())) for layer in self.layers]
-
 
 def optimizer_of(net: Net, topology, config: ParallelConfig, adam: OptimizerConfig = CONFIG) -> Optimizer:
     dtype = net.layers[0].weight.dtype
-    return Optimizer(net.named_parameters(), None, adam, config, topology, dtype, net.units())
+    chunks = [ChunkModules(net, [], [(layer, list(layer.parameters())) for layer in net.layers])]
+    return Optimizer(net.named_parameters(), None, adam, config, topology, dtype, chunks)
 
 
 def iterate(net: Net, optimizer: Optimizer, rank: int, iteration: int) -> float:

@@ -97,7 +97,7 @@ def test_boxes_are_the_elements(place: ParameterRange, num_padding: int) -> None
     boxes = list(boxes_of(dataclasses.replace(place, full_shape=tuple(full))))
     assert len(boxes) <= max(1, 2 * len(full) - 1)
     room = torch.full(place.full_shape, -1)
-    for offsets, sizes, at, shape in boxes:
+    for (offsets, sizes), at, shape in boxes:
         values = numbers[at : at + math.prod(shape)].view(shape)
         for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
             assert offset + size <= full[dim]

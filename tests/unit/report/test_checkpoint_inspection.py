@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from megalite.checkpoint.convert.model_settings import parameters_of
-from megalite.checkpoint.convert.target import ConversionPlan, whole_folder, write_megalite
 from megalite.checkpoint.progress import TrainingProgress
 from megalite.cli.checkpoints import inspect as main
 from megalite.config import Config
@@ -18,7 +17,7 @@ from megalite.config.presets import PRESETS
 from megalite.report.checkpoint_inspection import compare, inspect, lines_of, open_view, statistics_of
 from megalite.utils.errors import UserError
 from megalite.utils.log import LineInterval
-from tests.checkpoint_folder import make_pipe, write_checkpoint
+from tests.checkpoint_folder import MemorySource, make_pipe, write_checkpoint
 
 MODEL = dataclasses.replace(PRESETS["llama-tiny"], num_layers=2, vocab_size=100)
 NORM = "model.layers.1.mlp_norm.weight"
@@ -29,15 +28,11 @@ def save(folder, iteration=3, dtype="fp32", changes=None):
     model = dataclasses.replace(MODEL, params_dtype=dtype)
     specs = parameters_of(model)
     generator = torch.Generator().manual_seed(0)
-    plan = ConversionPlan(
-        Config(model=model), TrainingProgress(iteration, 8 * iteration), specs, 10**9, folder
-    )
     weights = {name: torch.randn(spec.used_shape, generator=generator) for name, spec in specs.items()}
     for name, value in (changes or {}).items():
         weights[name].view(-1)[: len(value)] = torch.tensor(value)
-    with whole_folder(folder, 0) as aside:
-        write_megalite(aside, plan, ((name, tensor.to(plan.dtype)) for name, tensor in weights.items()))
-    return folder
+    progress = TrainingProgress(iteration, 8 * iteration)
+    return MemorySource(Config(model=model), weights, progress).save(folder)
 
 
 def exit_status(*words):

@@ -22,17 +22,16 @@ from transformers import (
 from megalite.batch.microbatch import Microbatch
 from megalite.checkpoint.convert.convert import Conversion
 from megalite.checkpoint.convert.model_settings import Settings, parameters_of
-from megalite.checkpoint.convert.target import ConversionPlan, whole_folder, write_megalite
 from megalite.checkpoint.full_tensors import FullReader
 from megalite.checkpoint.manifest import damage_of, read_manifest
 from megalite.checkpoint.parameter_range import ParameterRange
 from megalite.checkpoint.progress import TrainingProgress
-from megalite.config import Config, DataConfig
 from megalite.config.presets import PRESETS
 from megalite.frontends.command_line import parse
 from megalite.frontends.huggingface.config import config_of
 from megalite.tensor_parallel.parameter_spec import spec_of
 from megalite.utils.errors import UserError
+from tests.checkpoint_folder import MemorySource
 from tests.live_bytes import LiveBytes
 from tests.stages import build_stage
 from tests.unit.checkpoint.convert.foreign_models import (
@@ -66,13 +65,7 @@ def stage_of(kind, topology, dtype="fp32"):
 
 def save_stage(stage, folder, data=None, progress=None):
     """A checkpoint of the stage's weights."""
-    specs = parameters_of(stage.config)
-    config = Config(model=stage.config, data=data or DataConfig())
-    plan = ConversionPlan(config, progress or TrainingProgress(7, 70), specs, 10**9, folder)
-    weights = ((name, stage.get_parameter(name).data[: spec.used_shape[0]]) for name, spec in specs.items())
-    with whole_folder(folder, 0) as aside:
-        write_megalite(aside, plan, weights)
-    return folder
+    return MemorySource.of(stage, data, progress or TrainingProgress(7, 70)).save(folder)
 
 
 @pytest.mark.parametrize(
@@ -275,7 +268,7 @@ def test_main_weights_are_taken_where_they_are_finer(tmp_path, one_rank):
     save_stage(stage, tmp_path / "ours")
     checkpoint = tmp_path / "ours" / "iter_0000007"
     main = {name: torch.randn(spec.used_shape) for name, spec in parameters_of(stage.config).items()}
-    add_main_weights(checkpoint, stage.config, main)
+    add_main_weights(checkpoint, main)
     fine = tensors_of(convert(tmp_path / "ours", tmp_path / "fine", "--params-dtype", "fp32"))
     rough = tensors_of(convert(tmp_path / "ours", tmp_path / "rough"))
     name = "transformer.h.1.ln_1.weight"
@@ -283,15 +276,14 @@ def test_main_weights_are_taken_where_they_are_finer(tmp_path, one_rank):
     assert torch.equal(rough[name], stage.get_parameter("layers.1.attention_norm.weight"))
 
 
-def add_main_weights(checkpoint, config, main):
-    from megalite.checkpoint.convert.target import _full_range
+def add_main_weights(checkpoint, main):
     from megalite.checkpoint.manifest import FileRecord, seal
     from megalite.checkpoint.tensor_files import FilePiece, write_file
 
     manifest = read_manifest(checkpoint)
-    specs = parameters_of(config)
     pieces = {
-        f"optimizer.{name}.main": FilePiece(tensor, _full_range(specs[name])) for name, tensor in main.items()
+        f"optimizer.{name}.main": FilePiece(tensor, ParameterRange.whole(tuple(tensor.shape)))
+        for name, tensor in main.items()
     }
     files = [write_file(checkpoint / "main.safetensors", pieces)]
     for file in manifest.files:

@@ -125,6 +125,7 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path, one_rank: Topology) -
         ({"num_experts": 4}, ExpertSizes(4), "has 4 experts already"),
         ({"add_bias_linear": True}, ExpertSizes(4), "MLPs have biases"),
         ({"architecture": "bert"}, ExpertSizes(4), "is a bert"),
+        ({"hybrid_override_pattern": "*-"}, ExpertSizes(4), "layers differ in their MLPs"),
         (
             {"ffn_hidden_size": 24},
             ExpertSizes(10, 5, 5),

@@ -10,10 +10,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from megalite.optim import state_file
-from megalite.optim.offload_sizes import NUM_SLOTS
-from megalite.optim.state_file import FileStorage, StateFileError, file_bytes, ring_bytes
-from megalite.optim.state_storage import HostStorage, StateRange, StateSize, num_offloaded, ranges_of
+from megalite.optim import NUM_SLOTS, state_storage
+from megalite.optim.state_storage import (
+    FileStorage,
+    HostStorage,
+    StateFileError,
+    StateRange,
+    StateSize,
+    file_bytes,
+    num_offloaded,
+    ranges_of,
+    ring_bytes,
+)
 from megalite.utils.errors import UserError
 
 KINDS = ("main", "exp_avg", "exp_avg_sq")
@@ -157,7 +165,7 @@ def test_a_folder_that_cannot_be_used_is_one_line(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(UserError, match=r"of 0.00 GB cannot be stored \(No space left .* GB are free\)"):
         FileStorage(tmp_path, SIZES)
-    monkeypatch.setattr(state_file.tempfile, "TemporaryFile", full)
+    monkeypatch.setattr(state_storage.tempfile, "TemporaryFile", full)
     with pytest.raises(UserError, match="cannot be stored"):
         FileStorage(tmp_path, SIZES)
 
@@ -166,7 +174,7 @@ def test_a_folder_that_cannot_be_used_is_one_line(tmp_path: Path, monkeypatch: p
 def test_memory_and_network_are_warned_about(
     tmp_path: Path, kind: str, warning: str, monkeypatch: pytest.MonkeyPatch, caplog
 ) -> None:
-    monkeypatch.setattr(state_file, "file_system_of", lambda _: kind)
+    monkeypatch.setattr(state_storage, "file_system_of", lambda _: kind)
     FileStorage(tmp_path, SIZES)
     assert (warning in caplog.text) if warning else not caplog.text
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megalite.checkpoint import manifest as manifest_module
-from megalite.checkpoint.selection import choose_checkpoint
+from megalite.checkpoint.load import choose_checkpoint
 from megalite.config import ParallelConfig
 from megalite.utils.errors import UserError
 from tests.checkpoint_folder import write_checkpoint

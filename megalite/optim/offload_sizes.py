@@ -1,8 +1,0 @@
-"""Buffer sizes of offloaded optimizer state; does not import torch, so that the planner starts fast."""
-
-RANGE_SIZE = 1 << 22
-"""Number of elements to move and update at once: 16 MiB of each fp32 tensor."""
-NUM_STAGED = 3
-"""Number of ranges between device and host: one is copied down, one is updated, one is copied up."""
-NUM_SLOTS = 4
-"""Number of a file's ranges in memory: one is updated while others are read and written."""
