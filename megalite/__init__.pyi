@@ -62,7 +62,7 @@ from megalite.train.trainer import Trainer as Trainer
 from megalite.train.trainer import start_trainer as start_trainer
 from megalite.utils.errors import UserError as UserError
 from megalite.utils.wrapping import wrap_point as wrap_point
-from megalite.verify.compare_runs import verify_layouts as verify_layouts
 from megalite.verify.layouts import Layout as Layout
+from megalite.verify.verification import verify_layouts as verify_layouts
 
 __version__: str

@@ -28,7 +28,7 @@ from megalite.config import Config, to_yaml
 from megalite.data.corpus_record import DataRecord
 from megalite.distributed.axis import Axis
 from megalite.distributed.topology import Topology
-from megalite.hardware.gpu_query import device_name
+from megalite.hardware.gpus import device_name
 from megalite.tensor_parallel.parameter_spec import ParameterShard
 from megalite.utils.files import partial_name, replace_file
 from megalite.utils.log import log

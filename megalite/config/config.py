@@ -127,28 +127,28 @@ SPLITS = (
     "pp_partition_method",
 )
 """Options other than --pipeline-layers that make stages uneven."""
-LAYOUT_FIELDS = {
-    "tensor_model_parallel_size": "parallel",
-    "pipeline_model_parallel_size": "parallel",
-    "context_parallel_size": "parallel",
-    "cp_comm_type": "parallel",
-    "hierarchical_context_parallel_sizes": "parallel",
-    "expert_model_parallel_size": "parallel",
-    "expert_tensor_parallel_size": "parallel",
-    "pipeline_schedule": "parallel",
-    "num_virtual_stages_per_pipeline_rank": "parallel",
-    "micro_batch_size": "training",
-    "recompute_granularity": "recompute",
-    "recompute_modules": "recompute",
-    "cpu_offload_activations": "recompute",
-    "zero_stage": "parallel",
-    "data_parallel_shard_degree": "parallel",
-    "sequence_parallel": "parallel",
-    "pipeline_layers": "parallel",
-    "optimizer_cpu_offload": "optimizer",
-    "optimizer_nvme_offload": "optimizer",
-}
-"""The fields that a search or memory advice varies, each with its group in the config."""
+LAYOUT_FIELDS = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "cp_comm_type",
+    "hierarchical_context_parallel_sizes",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "pipeline_schedule",
+    "num_virtual_stages_per_pipeline_rank",
+    "micro_batch_size",
+    "recompute_granularity",
+    "recompute_modules",
+    "cpu_offload_activations",
+    "zero_stage",
+    "data_parallel_shard_degree",
+    "sequence_parallel",
+    "pipeline_layers",
+    "optimizer_cpu_offload",
+    "optimizer_nvme_offload",
+)
+"""The fields that a search or memory advice varies."""
 LAYOUT_OPTIONS = frozenset(
     {
         *LAYOUT_FIELDS,

@@ -10,7 +10,7 @@ import textwrap
 import types
 import typing
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Literal, NamedTuple, Union
 
 from megalite.config.config import Config
@@ -90,6 +90,15 @@ def fields_by_name() -> Mapping[str, ConfigField]:
 def value_of(name: str, config: Config) -> Any:
     """Return the value of a field by its name."""
     return getattr(getattr(config, fields_by_name()[name].group), name)
+
+
+def with_fields(config: Config, **values: Any) -> Config:
+    """Return the config with some fields of any groups changed."""
+    changes: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        changes.setdefault(fields_by_name()[name].group, {})[name] = value
+    groups = {group: replace(getattr(config, group), **own) for group, own in changes.items()}
+    return replace(config, **groups)
 
 
 def resume_rule(name: str) -> OnResume | None:

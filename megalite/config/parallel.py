@@ -421,7 +421,7 @@ class CpCommProperties(NamedTuple):
         return self.gathers_keys or self.passes_keys
 
 
-CP_COMM_PROPERTIES: Mapping[str, CpCommProperties] = {
+CP_COMM_PROPERTIES: Mapping[CpCommType, CpCommProperties] = {
     "all_gather": CpCommProperties(gathers_keys=True),
     "a2a": CpCommProperties(exchanges_heads=True),
     "p2p": CpCommProperties(passes_keys=True),

@@ -16,6 +16,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from megalite.config import Config
+from megalite.config.fields import with_fields
 from megalite.config.stage_layers import stage_map
 from megalite.data.build_datasets import DatasetSplits
 from megalite.distributed.axis import Axis, observing
@@ -255,10 +256,9 @@ def _difference(total: Counter[str], part: Counter[str]) -> Counter[str]:
 def _with_microbatches(config: Config, number: int) -> Config:
     """Return the config with `number` microbatches in the first iteration, summed over all replicas."""
     samples = number * config.training.micro_batch_size
-    training = replace(
-        config.training, global_batch_size=samples, rampup_batch_size=None, step_batch_size_schedule=None
+    return with_fields(
+        config, global_batch_size=samples, rampup_batch_size=None, step_batch_size_schedule=None
     )
-    return replace(config, training=training)
 
 
 def _num_actions(trainer: Trainer, repetition: Repetition | None) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 from megalite.checkpoint.progress import TrainingProgress
 from megalite.config import CheckpointConfig, Config, LoggingConfig
 from megalite.config.data import TOKENIZER_FIELDS
+from megalite.config.fields import with_fields
 from megalite.distributed.rendezvous import Launch
 from megalite.distributed.topology import Topology
 from megalite.dry_run.corpus_estimate import Corpora, corpora_of
@@ -100,12 +101,10 @@ def _repetition(config: Config, topology: Topology) -> Repetition | None:
 
 def _without_files(config: Config) -> Config:
     """Return a config with random tokens and the attention of a GPU that reads and writes no files."""
-    nothing: dict[str, None] = dict.fromkeys(TOKENIZER_FIELDS)
-    data = replace(config.data, mock_data=True, **nothing)  # type: ignore[arg-type]
-    model = config.model
-    if model.attention_backend == "flex":
-        model = replace(model, attention_backend="fused")  # FlexAttention does not run on meta tensors
-    return replace(config, model=model, data=data, checkpoint=CheckpointConfig(), logging=LoggingConfig())
+    if config.model.attention_backend == "flex":  # FlexAttention does not run on meta tensors
+        config = with_fields(config, attention_backend="fused")
+    config = replace(config, checkpoint=CheckpointConfig(), logging=LoggingConfig())
+    return with_fields(config, mock_data=True, **dict.fromkeys(TOKENIZER_FIELDS))
 
 
 def _learning_rates(config: Config, dp: int) -> dict[str, tuple[float, float]]:

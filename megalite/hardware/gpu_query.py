@@ -8,12 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import json
-import platform
 import sys
-from pathlib import Path
 from typing import Any
-
-import torch
 
 _NUM_MULTIPROCESSORS = 16
 """CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT of cuDeviceGetAttribute."""
@@ -60,18 +56,3 @@ def _check(status: int) -> None:
 
 if __name__ == "__main__":
     sys.stdout.write(json.dumps(list_gpus(ctypes.CDLL("libcuda.so.1"))))
-
-
-_CPU_INFO = Path("/proc/cpuinfo")
-
-
-def device_name(device: torch.device) -> str:
-    """Return the name of a GPU from its driver, or the name of the CPU from Linux."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    try:
-        lines = _CPU_INFO.read_text().splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())

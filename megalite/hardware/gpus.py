@@ -1,14 +1,16 @@
 """GPU data sheets: rates for the planner, peaks for MFU.
 
 This module imports `megalite.utils.errors` alone, so that every level can import it; only `peak_tflops`
-needs torch.
+and `device_name` need torch.
 """
 
 from __future__ import annotations
 
+import platform
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megalite.utils.errors import UserError
@@ -251,3 +253,17 @@ def peak_tflops_of(name: str) -> float | None:
     if words & {"MIG", "LAPTOP", "D"}:  # a part of a GPU, or a GeForce chip with fewer units
         return None
     return next((peak for key, peak in _PEAK_TFLOPS if words.issuperset(key.split())), None)
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name of a GPU from its driver, or the name of the CPU from Linux."""
+    if device.type == "cuda":
+        import torch
+
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())

@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from megalite.config import Config
+from megalite.config.fields import fields_by_flag, with_fields
 from megalite.config.rules.parallel_rules import replicas, sample_ranks
 from megalite.config.stage_layers import layers_per_stage
 from megalite.hardware.gpus import GPUS
 from megalite.plan.communication import Cluster
-from megalite.plan.layout_fields import MIN_SLICE, routing_line, with_even_stages, with_layout
+from megalite.plan.layout_fields import MIN_SLICE, routing_line, with_even_stages
 from megalite.plan.planned_run import PlannedRun, run_problems
 from megalite.plan.rank_memory import TIGHT_SHARE, RankMemory, choose_gathering, rank_memories
 from megalite.utils.errors import UserError
@@ -163,64 +164,57 @@ def _memories(run: PlannedRun) -> list[RankMemory]:
 
 def changes(config: Config, world_size: int) -> Iterator[Change]:
     """Yield the changes to try, cheapest first. Training may reject some of them."""
-    parallel = config.parallel
+    parallel, recompute, size = config.parallel, config.recompute, config.training.micro_batch_size
     num_replicas = replicas(config, world_size) or 1
-    size = config.training.micro_batch_size
     if parallel.tp > 1 and not parallel.sequence_parallel:
-        sharded = with_layout(config, sequence_parallel=True)
-        yield Change("sequence", "--sequence-parallel", "at no cost", sharded)
+        yield _change(config, "sequence", "--sequence-parallel", "at no cost", sequence_parallel=True)
     if num_replicas > 1 and parallel.zero_stage == 0:
-        yield _zero(config, "--use-distributed-optimizer", 1, "at no cost")
-    if config.recompute.recompute_granularity is None:
-        selective = with_layout(config, recompute_granularity="selective")
-        cost = "at the cost of a little more computation"
-        yield Change("recompute", "--recompute-granularity selective", cost, selective)
+        yield _change(config, "zero", "--use-distributed-optimizer", "at no cost", zero_stage=1)
+    if recompute.recompute_granularity is None:
+        cost, flags = "at the cost of a little more computation", "--recompute-granularity selective"
+        yield _change(config, "recompute", flags, cost, recompute_granularity="selective")
     if config.training.fp8_format is not None and config.training.fp8_weight_cache:
-        uncached = replace(config, training=replace(config.training, fp8_weight_cache=False))
         cost = "at the cost of rounding the weights to 8 bits for each microbatch"
-        yield Change("fp8", "--no-fp8-weight-cache", cost, uncached)
+        yield _change(config, "fp8", "--no-fp8-weight-cache", cost, fp8_weight_cache=False)
     if size > 1 and not config.model.depends_on_micro_batch:
-        smaller = with_layout(config, micro_batch_size=size // 2)
-        yield Change(
-            "micro-batch", f"--micro-batch-size {size // 2}", "at the cost of smaller GEMMs", smaller
-        )
+        cost, flags = "at the cost of smaller GEMMs", f"--micro-batch-size {size // 2}"
+        yield _change(config, "micro-batch", flags, cost, micro_batch_size=size // 2)
     if num_replicas > 1 and parallel.zero_stage < 2:
-        yield _zero(config, "--zero-stage 2", 2, "at the cost of a reduction for each microbatch")
+        cost = "at the cost of a reduction for each microbatch"
+        yield _change(config, "zero", "--zero-stage 2", cost, zero_stage=2)
     if parallel.zero_stage > 0 and (
         parallel.shards_within_node
         or num_replicas > parallel.shard_degree_among(num_replicas, parallel.tp * num_replicas)
     ):
-        whole = replace(parallel, data_parallel_shard_degree=None, num_distributed_optimizer_instances=None)
-        cost = "at the cost of more communication between nodes"
         has_number = parallel.num_distributed_optimizer_instances is not None
         flags = (
             "--num-distributed-optimizer-instances 1"
             if has_number
             else f"--data-parallel-shard-degree {num_replicas}"
         )
-        yield Change("groups", flags, cost, replace(config, parallel=whole))
+        cost = "at the cost of more communication between nodes"
+        whole = {"data_parallel_shard_degree": None, "num_distributed_optimizer_instances": None}
+        yield _change(config, "groups", flags, cost, **whole)
     if num_replicas > 1 and parallel.zero_stage < 3:
         cost = "at the cost of gathering weights and reducing gradients for each microbatch"
-        yield _zero(config, "--zero-stage 3", 3, cost)
+        yield _change(config, "zero", "--zero-stage 3", cost, zero_stage=3)
     if num_replicas > 1 and parallel.zero_stage == 3 and parallel.fsdp_reshard_after_forward != "always":
-        freed = replace(config, parallel=replace(parallel, fsdp_reshard_after_forward="always"))
-        cost = "at the cost of gathering weights for each microbatch"
-        yield Change("gathering", "--fsdp-reshard-after-forward always", cost, freed)
-    if config.recompute.recompute_granularity != "full":
-        full = with_layout(config, recompute_granularity="full")
-        cost = "at the cost of a third more computation"
-        yield Change("recompute", "--recompute-granularity full", cost, full)
+        cost, flags = "at the cost of gathering weights for each microbatch", "--fsdp-reshard-after-forward"
+        yield _change(config, "gathering", f"{flags} always", cost, fsdp_reshard_after_forward="always")
+    if recompute.recompute_granularity != "full":
+        cost, flags = "at the cost of a third more computation", "--recompute-granularity full"
+        yield _change(config, "recompute", flags, cost, recompute_granularity="full")
     most = max(layers_per_stage(config))
-    if config.recompute.recompute_granularity == "full" and config.recompute.cpu_offload_activations < most:
-        offloaded = with_layout(config, cpu_offload_activations=most)
+    if recompute.recompute_granularity == "full" and recompute.cpu_offload_activations < most:
         cost = "at the cost of host memory, and of copies that may be slower than the computation"
-        yield Change("activations", f"--cpu-offload-activations {most}", cost, offloaded)
-    yield _twice(config, "tensor", "--tp", "at the cost of more communication", world_size)
-    yield _twice(config, "pipeline", "--pp", "at the cost of a larger bubble", world_size)
+        flags = f"--cpu-offload-activations {most}"
+        yield _change(config, "activations", flags, cost, cpu_offload_activations=most)
+    yield _twice(config, "--tp", "at the cost of more communication", world_size)
+    yield _twice(config, "--pp", "at the cost of a larger bubble", world_size)
 
 
-def _zero(config: Config, flags: str, stage: int, cost: str) -> Change:
-    return Change("zero", flags, cost, with_layout(config, zero_stage=stage))
+def _change(config: Config, kind: str, flags: str, cost: str, **values: Any) -> Change:
+    return Change(kind, flags, cost, with_fields(config, **values))
 
 
 def _offloads(config: Config, is_host: bool) -> Iterator[Change]:
@@ -228,36 +222,34 @@ def _offloads(config: Config, is_host: bool) -> Iterator[Change]:
     if config.optimizer.offloads_optimizer or config.optimizer.optimizer == "muon":
         return
     if not is_host:
-        on_host = with_layout(config, optimizer_cpu_offload=True)
-        yield Change("optimizer", "--optimizer-cpu-offload", "at the cost of updates on the host", on_host)
+        cost, flags = "at the cost of updates on the host", "--optimizer-cpu-offload"
+        yield _change(config, "optimizer", flags, cost, optimizer_cpu_offload=True)
     elif not config.checkpoint.async_save:
-        on_disk = with_layout(config, optimizer_nvme_offload="DIR")
+        flags = "--optimizer-nvme-offload DIR"
         cost = "at the cost of reading and writing the state in each update"
-        yield Change("optimizer", "--optimizer-nvme-offload DIR", cost, on_disk)
+        yield _change(config, "optimizer", flags, cost, optimizer_nvme_offload="DIR")
 
 
 def divided_further(config: Config, world_size: int) -> Iterator[Change]:
     """Yield changes that divide samples or experts among more ranks; a model of your own may not allow it."""
-    model, parallel = config.model, config.parallel
-    if model.has_experts:
+    parallel = config.parallel
+    if config.model.has_experts:
         ep = 2 * parallel.ep
         sizes, flags = {"expert_model_parallel_size": ep}, f"--ep {ep}"
         if parallel.tp > 1 and not parallel.has_expert_axes:
             sizes["expert_tensor_parallel_size"] = 1  # whole experts
             flags += " --etp 1"
-        cost = "at the cost of sending tokens to their experts"
-        yield Change("experts", flags, cost, with_layout(config, **sizes))
-    if model.seq_length >= 2 * parallel.cp * MIN_SLICE:
-        yield _twice(config, "context", "--cp", "at the cost of more communication", world_size)
+        yield _change(config, "experts", flags, "at the cost of sending tokens to their experts", **sizes)
+    if config.model.seq_length >= 2 * parallel.mesh.num_position_slices * MIN_SLICE:
+        yield _twice(config, "--cp", "at the cost of more communication", world_size)
 
 
-def _twice(config: Config, axis: str, flag: str, cost: str, world_size: int) -> Change:
+def _twice(config: Config, flag: str, cost: str, world_size: int) -> Change:
     """Return the change that doubles an axis: half as many replicas, or twice the world size."""
-    name = "context_parallel_size" if axis == "context" else f"{axis}_model_parallel_size"
-    size = 2 * getattr(config.parallel, name)
+    field = fields_by_flag()[flag].name
+    size = 2 * getattr(config.parallel, field)
     is_even = (sample_ranks(config, world_size) or 1) % 2 == 0
-    parallel = replace(config.parallel, data_parallel_size=None)
-    changed = with_even_stages(with_layout(replace(config, parallel=parallel), **{name: size}))
+    changed = with_even_stages(with_fields(config, data_parallel_size=None, **{field: size}))
     if not is_even:
         cost, world_size = f"{cost} and twice the ranks", 2 * world_size
-    return Change(axis, f"{flag} {size}", cost, changed, world_size)
+    return Change(flag, f"{flag} {size}", cost, changed, world_size)

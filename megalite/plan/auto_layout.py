@@ -11,13 +11,14 @@ from typing import Any
 
 from megalite.config import Config, DataConfig
 from megalite.config.config import LAYOUT_FIELDS
+from megalite.config.fields import with_fields
 from megalite.config.option import flag_with_value
 from megalite.hardware.gpus import CPU_CORE, GPUS, Gpu, gpu_of_device, peak_tflops_of
 from megalite.hardware.node_hardware import CPU, NodeHardware
 from megalite.plan.calibrate import with_cpu_defaults
 from megalite.plan.communication import Cluster
 from megalite.plan.estimate import Costs, RunPlan, large
-from megalite.plan.layout_fields import layout_flags, layout_name, routing_line, with_layout
+from megalite.plan.layout_fields import layout_flags, layout_name, layout_values, routing_line
 from megalite.plan.layout_search import (
     NUM_NEAREST,
     SIMILAR,
@@ -79,10 +80,7 @@ class LayoutChoice:
 
     def apply(self, config: Config) -> Config:
         """Return the config in this layout."""
-        values = dict(self.values)
-        training = replace(config.training, global_batch_size=values.pop("global_batch_size"))
-        parallel = replace(config.parallel, layout="manual")
-        return with_layout(replace(config, training=training, parallel=parallel), **values)
+        return with_fields(config, layout="manual", **self.values)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -151,8 +149,7 @@ def _described(plan: RunPlan, reason: str, hardware: NodeHardware, *, names_batc
         names_batch: the flags that keep the layout need the global batch size too.
     """
     config = plan.run.config
-    values = {name: getattr(getattr(config, group), name) for name, group in LAYOUT_FIELDS.items()}
-    values["global_batch_size"] = config.training.global_batch_size
+    values = layout_values(config) | {"global_batch_size": config.training.global_batch_size}
     flags = shlex.join(layout_flags(config))
     if names_batch:
         flags += f" --global-batch-size {config.training.global_batch_size}"

@@ -14,11 +14,12 @@ import megalite
 from megalite.config.yaml_file import to_yaml
 from megalite.frontends.command_line import parse
 from megalite.frontends.tool_parser import ToolParser, local_path, positive_int, positive_number, whole_number
+from megalite.hardware.host_memory import total_bytes
 from megalite.plan.estimate import RunPlan
 from megalite.plan.layout_fields import layout_flags
-from megalite.plan.layout_search import fastest, search
-from megalite.plan.plan_options import refuse_scaling
-from megalite.plan.plan_report import nothing_fits
+from megalite.plan.layout_search import fastest
+from megalite.plan.plan_options import SCALING_FLAGS, refuse_options
+from megalite.plan.plan_report import fitting_plans
 from megalite.plan.plan_request import Request, planning_flags, read_request, start_command, training_tokens
 from megalite.plan.trial import DONE, Length, Results, Trial, run_trial
 from megalite.utils.commands import command_name
@@ -41,17 +42,14 @@ def autotune(
         UserError: the command line is invalid, or this machine cannot run the trials.
     """
     own, rest = _parser(description).parse_known_args(arguments)
-    refuse_scaling(rest)
+    refuse_options(rest, SCALING_FLAGS, ("plan", "scaling"))
+    refuse_options(rest, ("--json",))
     request = read_request(["--search", *rest])
     length = trial_length(own)
-    if request.is_json:
-        raise UserError(f"--json is an option of {command_name('plan')}: remove it")
     _check_costs(request)
-    if request.config.dry_run.dry_run:
-        raise UserError("--dry-run computes nothing that could be timed: remove it")
     check_machine(request.cluster.world_size, f"--world-size {request.cluster.world_size}")
     check_length(request, length)
-    plans = _candidates(request, own.top)
+    plans = fastest(fitting_plans(request), own.top)
     if not torch.cuda.is_available():
         _check_host_memory(plans)
     results = Results(own.folder, _about(request, length))
@@ -76,13 +74,6 @@ def autotune(
     yield from _table(trials)
     yield ""
     yield from _best(request, trials, own.folder)
-
-
-def _candidates(request: Request, count: int) -> list[RunPlan]:
-    found = search(request)
-    if not found.fitting:
-        raise UserError(nothing_fits(request, found))
-    return fastest(found.fitting, count)
 
 
 def trial_length(own: argparse.Namespace) -> Length:
@@ -133,7 +124,7 @@ def check_machine(ranks: int, requested: str) -> None:
 
 def _check_host_memory(plans: Sequence[RunPlan]) -> None:
     """Check that at least one trial fits in this machine's memory, which all ranks share."""
-    available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    available = total_bytes()
     # The residual memory of a process is planned for a GPU; here it is smaller.
     ranks = [plan.run.cluster.world_size / len(plan.memories) for plan in plans]
     needed = min(
@@ -149,7 +140,9 @@ def _check_host_memory(plans: Sequence[RunPlan]) -> None:
 
 
 def check_length(request: Request, length: Length) -> None:
-    """Check that the run is not shorter than a trial."""
+    """Check that the run computes something, and is not shorter than a trial."""
+    if request.config.dry_run.dry_run:
+        raise UserError("--dry-run computes nothing that could be timed: remove it")
     config, _ = parse(request.training_tokens)
     train_iters = config.training.train_iters
     if train_iters is not None and train_iters < length.iterations:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
 from megalite.config import Config, ParallelConfig
+from megalite.config.fields import with_fields
 from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
 from megalite.hardware.gpus import Gpu
+from megalite.hardware.host_memory import total_bytes
 from megalite.model.stage import DTYPES
 from megalite.plan.kernel_time import dtype_rate
 
@@ -46,14 +46,19 @@ def measured_gpu(dtype: str, is_quick: bool = False) -> Gpu:
         copy = _copy_rate(device, is_quick)
     finally:
         torch.set_num_threads(num_threads)
-    ranks = _num_ranks(device)
+    ranks, num_sms = len(os.sched_getaffinity(0)), 1
+    memory_bytes = total_bytes() / ranks
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        ranks, num_sms = torch.cuda.device_count(), properties.multi_processor_count
+        memory_bytes = float(properties.total_memory)
     link = _link_gbps(device, ranks, copy)
     rate = gemm / dtype_rate(kind.itemsize)
     return Gpu(
         tflops=rate / 1e12,
-        memory_gib=_memory_bytes(device, ranks) / 2**30,
+        memory_gib=memory_bytes / 2**30,
         memory_gbps=copy / 1e9,
-        num_sms=_num_sms(device),
+        num_sms=num_sms,
         node_gbps=link,
         network_gbps=link,
         gpus_per_node=ranks,
@@ -73,16 +78,13 @@ def with_local_defaults(config: Config) -> Config:
 
 def with_cpu_defaults(config: Config) -> Config:
     """Return the config with training's defaults on a CPU, for a plan."""
-    parallel = replace(
-        config.parallel,
+    if config.model.attention_dropout:  # a CPU has no fused attention with dropout
+        config = with_fields(config, attention_backend="unfused")
+    return with_fields(
+        config,
         overlap_param_gather=config.parallel.gathers_under_forward("cpu"),
         tp_comm_overlap=config.parallel.tp_comm_chunks(0, "cpu") > 1,
     )
-    # A CPU has no fused attention with dropout.
-    model = (
-        replace(config.model, attention_backend="unfused") if config.model.attention_dropout else config.model
-    )
-    return replace(config, model=model, parallel=parallel)
 
 
 def _rate(work: float, function: Callable[[], object], device: torch.device, is_quick: bool) -> float:
@@ -138,22 +140,6 @@ def _host_link_rate(device: torch.device, copy: float, is_quick: bool) -> float:
     source = torch.zeros(1_000_000 if is_quick else 64_000_000, device=device)
     target = torch.empty(source.shape, pin_memory=True)
     return _rate(4.0 * source.numel(), lambda: target.copy_(source, non_blocking=True), device, is_quick)
-
-
-def _num_ranks(device: torch.device) -> int:
-    return torch.cuda.device_count() if device.type == "cuda" else len(os.sched_getaffinity(0))
-
-
-def _num_sms(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
-def _memory_bytes(device: torch.device, ranks: int) -> float:
-    if device.type == "cuda":
-        return float(torch.cuda.get_device_properties(device).total_memory)
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    kib = next(float(line.split()[1]) for line in lines if line.startswith("MemTotal:"))
-    return kib * 1024 / ranks
 
 
 def _link_gbps(device: torch.device, ranks: int, copy: float) -> float:

@@ -25,6 +25,11 @@ class Cluster:
     network_gbps: float
 
     @property
+    def ranks_per_node(self) -> int:
+        """Return the number of ranks on a node, of which a small run leaves some GPUs free."""
+        return min(self.world_size, self.gpus_per_node)
+
+    @property
     def num_nodes(self) -> int:
         """Return the number of nodes. The last node may be used only in part."""
         return -(-self.world_size // self.gpus_per_node)

@@ -1,4 +1,4 @@
-"""Simulate a run whose nodes fail: which save interval is best, and how long the run then takes.
+"""Runs whose nodes fail: which save interval is best, how long a run takes, its spare nodes and its price.
 
 A failure ends all ranks. They restart on a spare node, load the last complete checkpoint, and repeat the work
 since then. Failures are a Poisson process over the nodes in use, as in Young (1974) and Daly (2006), and also
@@ -8,15 +8,42 @@ occur during saves, loads and restarts. All times are in seconds.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megalite.plan.estimate import Costs, RunPlan, duration, plain, train_tokens
+from megalite.utils.errors import UserError, counted
+
 Floats = NDArray[np.float64]
 
+_GB, _HOUR, _DAY = 1e9, 3600.0, 86400.0
+NODE_STORAGE_GBPS = 1.0
+"""GB/s of storage per node. BLOOM saved 2.3 TB from 48 nodes in 40 s (bigscience-workshop/bigscience,
+train/tr11-176B-ml/chronicles.md), and Llama 3 had storage of 2 TB/s for 2,048 nodes (Grattafiori et al. 2024,
+section 3.3.1)."""
+RESTART_MINUTES = 10.0
+"""From a failure to the first load: ranks that hang are noticed after --distributed-timeout-minutes, 10."""
+REPAIR_DAYS = 1.0
+"""Days until a failed node is repaired or replaced."""
+OPTIMIZER_BYTES = {"fp64": 16, "fp32": 8}
+"""Bytes per parameter of the optimizer state in a checkpoint: two moments. In 16 bits, see `MIXED_BYTES`."""
+MIXED_BYTES = 12
+"""The same with 16-bit weights: main weights and two moments in fp32."""
+ASYNC_SHARE = 0.005
+"""Share of a save's time for which an async save stops training (benchmarks/RESULTS.md, Checkpoints)."""
+ASYNC_GAP = 2.0
+"""Shortest interval of async saves, as a multiple of the time to write one: no two saves run at once."""
+MIN_SHARE = 0.01
+"""Smallest share of useful time with which a run is simulated."""
+LONG_RUN = 100 * _DAY
+"""Length of the simulated run if the run has no length."""
+SPREAD = (5, 95)
+"""Percentiles of the days and the price."""
 NUM_LIFETIMES = 2**15
 """Simulated times to a failure with which save intervals are compared."""
 NUM_INTERVALS = 200
@@ -234,3 +261,226 @@ def enough_spares(failure_gap: float, repair: float) -> int:
         term *= mean / count
         share += term
     return count + 1
+
+
+@dataclass(frozen=True)
+class Reliability:
+    """Failures of nodes, and recovery of a run. None is the default.
+
+    Attributes:
+        node_mtbf: mean seconds between failures of one node.
+        storage_gbps: GB/s at which all ranks together write or read checkpoints.
+        restart_minutes: minutes from a failure until the ranks load the checkpoint.
+        node_repair: seconds until a failed node can be used again.
+        spare_nodes: nodes that wait to replace failed ones.
+    """
+
+    node_mtbf: float
+    storage_gbps: float | None = None
+    restart_minutes: float | None = None
+    node_repair: float | None = None
+    spare_nodes: int | None = None
+
+
+class GoodputPlan:
+    """Plan of a run on nodes that fail. Each number is computed when it is first requested.
+
+    Args:
+        plan: the plan without failures.
+        costs: inputs to the days and the price.
+
+    Raises:
+        UserError: the run would hardly make progress.
+    """
+
+    def __init__(self, plan: RunPlan, reliability: Reliability, costs: Costs) -> None:
+        self.plan, self.costs = plan, costs
+        cluster, config = plan.run.cluster, plan.run.config
+        self.num_nodes, self.node_mtbf = cluster.num_nodes, reliability.node_mtbf
+        self.storage_gbps = reliability.storage_gbps or NODE_STORAGE_GBPS * self.num_nodes
+        gap = reliability.node_mtbf / self.num_nodes
+        repair = reliability.node_repair or REPAIR_DAYS * _DAY
+        start = 60 * (reliability.restart_minutes or RESTART_MINUTES)
+        spares = reliability.spare_nodes
+        self.has_spare_nodes = spares is not None
+        is_async = config.checkpoint.async_save
+        self.failing = FailingRun(
+            failure_gap=gap,
+            blocked=self._async_blocked() if is_async else self.save_seconds,
+            written=self.save_seconds if is_async else 0.0,
+            restart=start + self.load_seconds,
+            repair=repair,
+            spares=enough_spares(gap, repair) if spares is None else spares,
+        )
+        self._check()
+
+    def _check(self) -> None:
+        """Check that the run makes progress."""
+        gap = duration(self.failing.failure_gap / _DAY, 2)
+        failures = f"one of {counted(self.num_nodes, 'node')} fails every {gap}"
+        if max(self.intervals.shares) < MIN_SHARE:
+            raise UserError(
+                f"--node-mtbf {plain(self.node_mtbf / _HOUR)}h: {failures}, and a restart takes "
+                f"{duration(self.failing.restart / _DAY, 2)}: the run would hardly make progress; pass a "
+                "larger --node-mtbf, or a smaller --restart-minutes"
+            )
+        interval = self.save_interval * self.plan.time.seconds
+        if self.failing.useful_share(interval) < MIN_SHARE:
+            raise UserError(
+                f"the run saves every {duration(interval / _DAY, 2)}, and {failures}: it would hardly make "
+                f"progress; pass --save-interval {self.intervals.best}"
+            )
+
+    @property
+    def _optimizer_bytes(self) -> int:
+        """Return the bytes per parameter of the optimizer state and the averages in a checkpoint."""
+        config = self.plan.run.config
+        dtype_bytes = OPTIMIZER_BYTES.get(config.model.params_dtype, MIXED_BYTES)
+        return self.plan.run.average_bytes + (dtype_bytes if config.checkpoint.save_optim else 0)
+
+    @property
+    def checkpoint_bytes(self) -> float:
+        """Return the bytes of a checkpoint. It holds each element once, whatever the layout."""
+        return self.plan.parameters * (self.plan.run.element_bytes + self._optimizer_bytes)
+
+    @property
+    def save_seconds(self) -> float:
+        """Return the time to write a checkpoint."""
+        return self.checkpoint_bytes / (self.storage_gbps * _GB)
+
+    @property
+    def load_seconds(self) -> float:
+        """Return the time to load a checkpoint: each rank reads the weights and the state that it holds."""
+        run = self.plan.run
+        copies = run.num_sharing / (run.num_shards if run.zero_stage else 1)  # of each rank's state
+        weights = run.element_bytes * (copies if run.zero_stage == 3 else run.num_sharing)
+        return self.plan.parameters * (weights + self._optimizer_bytes * copies) / (self.storage_gbps * _GB)
+
+    def _async_blocked(self) -> float:
+        """Return how long an async save stops training.
+
+        The copy to the host runs while the next gradients are computed. Training waits for the rest of it.
+        """
+        cluster = self.plan.run.cluster
+        rate = cluster.gpu.host_link_bandwidth * cluster.gpu.link_share * cluster.world_size
+        exposed = max(0.0, self.checkpoint_bytes / rate - self.plan.time.seconds)
+        return exposed + ASYNC_SHARE * self.save_seconds
+
+    @cached_property
+    def work(self) -> float | None:
+        """Return the seconds of the whole run without saves and failures; None if it has no length."""
+        tokens = train_tokens(self.plan, self.costs)
+        return None if tokens is None else tokens / self.plan.tokens_per_second
+
+    @cached_property
+    def intervals(self) -> SaveIntervals:
+        """Return the compared save intervals: an async save must end before the next one is due."""
+        shortest = math.ceil(ASYNC_GAP * self.failing.written / self.plan.time.seconds)
+        longest = None if self.work is None else max(1, math.ceil(self.work / self.plan.time.seconds))
+        return compare_intervals(self.failing, self.plan.time.seconds, max(1, shortest), longest)
+
+    @cached_property
+    def save_interval(self) -> float:
+        """Return the planned interval in iterations: the requested one, or the best."""
+        checkpoint = self.plan.run.config.checkpoint
+        requested = [float(checkpoint.save_interval)] if checkpoint.save_interval else []
+        if checkpoint.save_interval_minutes:
+            requested.append(60 * checkpoint.save_interval_minutes / self.plan.time.seconds)
+        return min(requested, default=float(self.intervals.best))
+
+    @cached_property
+    def times(self) -> RunTimes:
+        """Return the simulated runs."""
+        return simulate_runs(self.failing, self.work or LONG_RUN, self.save_interval * self.plan.time.seconds)
+
+    def spread(self, unit: float) -> tuple[float, float, float]:
+        """Return the mean length of the run, and its `SPREAD`, in this unit."""
+        low, high = np.percentile(self.times.total, SPREAD)
+        return float(self.times.total.mean()) / unit, float(low) / unit, float(high) / unit
+
+    @property
+    def price_per_hour(self) -> float | None:
+        """Return the price of all nodes per hour, with the spare nodes."""
+        if self.costs.price is None:
+            return None
+        cluster = self.plan.run.cluster
+        return self.costs.price * (cluster.world_size + self.failing.spares * cluster.gpus_per_node)
+
+    def lines(self) -> Iterator[str]:
+        """Yield the lines of a plan's output."""
+        failing, best, iteration = self.failing, self.intervals.best, self.plan.time.seconds
+        gap, blocked = failing.failure_gap, failing.blocked
+
+        def length(seconds: float) -> str:
+            return duration(seconds / _DAY, 3)
+
+        yield (
+            f"failures       one every {length(gap)}: {counted(self.num_nodes, 'node')}, each every "
+            f"{length(self.node_mtbf)}"
+        )
+        size = self.checkpoint_bytes
+        text = f"{plain(size / 1e12, 3)} TB" if size >= 1e12 else f"{plain(size / _GB, 3)} GB"
+        times = f"saved in {length(self.save_seconds)}, loaded in {length(self.load_seconds)}"
+        yield f"checkpoint     {text} at {plain(self.storage_gbps, 3)} GB/s: {times}"
+        if failing.written:
+            yield f"{'':15}an async save stops training for {length(blocked)}"
+        planned = self.save_interval
+        if planned != best:
+            yield f"save interval  {plain(planned)} iterations, {length(planned * iteration)}, as requested"
+        low, high = self.intervals.near_best
+        yield (
+            f"{'best interval' if planned != best else 'save interval':15}--save-interval {best}, "
+            f"{length(best * iteration)}; at most 1% slower: {low} to {high}"
+        )
+        yield (
+            f"{'':15}by Young's formula {length(young_interval(gap, blocked))}, by Daly's "
+            f"{length(daly_interval(gap, blocked))}"
+        )
+        names = {"saves": "saves", "lost": "lost work", "restarts": "restarts", "waits": "waits for nodes"}
+        parts = ", ".join(f"{name} {self.times.share(kind):.1%}" for kind, name in names.items())
+        yield f"goodput        {self.times.share('work'):.1%} of the time: {parts}"
+        enough = "" if self.has_spare_nodes else f", one is free for {FREE_SPARE:.0%} of the failures"
+        yield f"spare nodes    {failing.spares}{enough}; a repair takes {length(failing.repair)}"
+        if self.work is None:
+            return
+        mean, least, most = (length(each) for each in self.spread(1.0))
+        count = plain(self.times.failures.mean(), 3)
+        yield f"with failures  {mean}, {count} failures; 90% of runs: {least} to {most}"
+        if self.price_per_hour is not None:
+            mean, least, most = (plain(each * self.price_per_hour) for each in self.spread(_HOUR))
+            yield f"total price    {mean} with the spare nodes; 90% of runs: {least} to {most}"
+
+    def as_object(self) -> dict[str, Any]:
+        """Return the object of --json."""
+        failing = self.failing
+        kinds = ("work", "saves", "lost", "restarts", "waits")
+        found: dict[str, Any] = {
+            "goodput": self.times.share("work"),
+            "share_by_kind": {kind: self.times.share(kind) for kind in kinds},
+            "nodes": self.num_nodes,
+            "node_mtbf_days": self.node_mtbf / _DAY,
+            "failure_every_hours": failing.failure_gap / _HOUR,
+            "checkpoint_gb": self.checkpoint_bytes / _GB,
+            "storage_gbps": self.storage_gbps,
+            "save_s": self.save_seconds,
+            "save_blocks_s": failing.blocked,
+            "load_s": self.load_seconds,
+            "restart_s": failing.restart,
+            "save_interval": self.save_interval,
+            "best_save_interval": self.intervals.best,
+            "near_best_save_intervals": list(self.intervals.near_best),
+            "best_save_interval_s": self.intervals.best * self.plan.time.seconds,
+            "young_s": young_interval(failing.failure_gap, failing.blocked),
+            "daly_s": daly_interval(failing.failure_gap, failing.blocked),
+            "spare_nodes": failing.spares,
+            "node_repair_days": failing.repair / _DAY,
+        }
+        if self.work is None:
+            return found
+        names = ("mean", *(f"percentile_{each}" for each in SPREAD))
+        found["failures"] = float(self.times.failures.mean())
+        found["days"] = dict(zip(names, self.spread(_DAY), strict=True))
+        if self.price_per_hour is not None:
+            prices = [each * self.price_per_hour for each in self.spread(_HOUR)]
+            found["price"] = dict(zip(names, prices, strict=True))
+        return found

@@ -8,10 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megalite.distributed.axes import MODEL
-from megalite.pipeline.schedules import (
-    Action,
-    ActionKind,
-)
+from megalite.pipeline.schedules import Action, ActionKind
 from megalite.pipeline.simulator import MAX_ROUNDS, step_makespan
 from megalite.plan.communication import CONTENTION, Group
 from megalite.plan.kernel_time import memory_seconds
@@ -20,7 +17,9 @@ from megalite.plan.layer_time import (
     ModelWork,
     WorkSeconds,
     model_work,
+    pair_savings,
     recomputation,
+    saved_by_ranks,
     total_work,
     work_key,
 )
@@ -30,7 +29,6 @@ from megalite.plan.optimizer_update import (
     offload_seconds,
     updates_under_forward,
 )
-from megalite.plan.paired_actions import pair_savings, saved_by_ranks
 from megalite.plan.planned_run import PlannedRun
 from megalite.plan.rank_memory import group_bytes
 from megalite.plan.units import RankUnits, Sizes

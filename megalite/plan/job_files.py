@@ -130,15 +130,31 @@ class Slurm:
                 raise UserError(f"--sbatch {option}: the script depends on it; pass --{name} instead")
 
 
+@dataclass(frozen=True)
+class StartedRun:
+    """Run that a job starts, and what its file says of it.
+
+    Attributes:
+        tokens: flags of training; a batch script replaces --save by `save`.
+        title: the first comment.
+        file: name of the file, quoted for a shell.
+        command: torchrun's arguments that start the program.
+        save: folder of checkpoints; None for a folder named after Slurm's job.
+        has_load: the flags, or a file that they name, set --load; otherwise the job loads what it saved.
+    """
+
+    tokens: Sequence[str]
+    title: str
+    file: str
+    command: str
+    save: str | None
+    has_load: bool = False
+
+
 def batch_script(
     slurm: Slurm,
-    tokens: Sequence[str],
+    run: StartedRun,
     *,
-    title: str,
-    file: str,
-    command: str,
-    save: str | None,
-    has_load: bool,
     warn_seconds: int,
     setup: Sequence[str] = (),
     saves: bool = True,
@@ -147,29 +163,23 @@ def batch_script(
     """Return the text of a batch script for bash.
 
     Args:
-        tokens: flags of training; --save is replaced by `save`.
-        title: the first comment.
-        file: name of the script, quoted for a shell.
-        command: torchrun's arguments that start the program.
-        save: folder of checkpoints; None for a folder named after the job.
-        has_load: the flags, or a file that they name, set --load; otherwise the job loads what it saved.
         warn_seconds: how long before the time limit Slurm signals the job.
         setup: shell commands to run first.
         saves: whether the run saves checkpoints.
         written_by: megalite's command that writes the script.
     """
     values = {
-        "title": title,
+        "title": run.title,
         "written_by": command_name(written_by),
         "python": shlex.quote(_python()),
-        "file": file,
-        "command": command,
+        "file": run.file,
+        "command": run.command,
         "options": "\n".join(_options(slurm, warn_seconds)),
         "setup": "\n".join(["", "# --- Setup of the cluster ---", *setup, ""]) if setup else "",
-        "save": shlex.quote(save) if save else f'"${{SAVE:-runs/{slurm.name}-$SLURM_JOB_ID}}"',
+        "save": shlex.quote(run.save) if run.save else f'"${{SAVE:-runs/{slurm.name}-$SLURM_JOB_ID}}"',
         "gpus_per_node": str(slurm.gpus_per_node),
         "shutdown_seconds": str(warn_seconds - 60),
-        "flags": "\n".join(_sbatch_flags(tokens, saves, has_load)),
+        "flags": "\n".join(_sbatch_flags(run.tokens, saves, run.has_load)),
     }
     return _fill("job.sbatch", values)
 
@@ -274,34 +284,21 @@ class Kubernetes:
             )
 
 
-def pytorch_job(
-    job: Kubernetes,
-    tokens: Sequence[str],
-    *,
-    title: str,
-    file: str,
-    command: str,
-    save: str,
-    has_load: bool,
-    grace_seconds: int,
-) -> str:
+def pytorch_job(job: Kubernetes, run: StartedRun, *, grace_seconds: int) -> str:
     """Return the text of a job file.
 
     Args:
-        tokens: flags of training.
-        title: the first comment.
-        file: name of the job file.
-        command: torchrun's arguments that start the program.
-        save: folder of checkpoints.
-        has_load: the flags, or a file that they name, set --load; otherwise the job loads what it saved.
+        run: the run, with a folder of checkpoints.
         grace_seconds: seconds between SIGTERM and the end of a pod.
     """
+    assert run.save is not None  # see `Kubernetes.check`
+    load = [] if run.has_load else ["--load", run.save]
     limits = {"nvidia.com/gpu": job.gpus_per_node, **({yaml_value(job.network): 1} if job.network else {})}
     claims = sorted(set(job.folders.values()))
     values = {
-        "title": title,
+        "title": run.title,
         "launch": command_name("launch"),
-        "file": file,
+        "file": run.file,
         "name": job.name,
         "quoted_name": yaml_value(job.name),  # unquoted, a name such as "on" is not text
         "gpus_per_node": str(job.gpus_per_node),
@@ -309,8 +306,8 @@ def pytorch_job(
         "grace_seconds": str(grace_seconds),
         "shutdown_seconds": str(grace_seconds - 30),
         "image": yaml_value(job.image),
-        "command": ", ".join(map(yaml_value, shlex.split(command))),
-        "flags": "\n".join(_args([*tokens, *([] if has_load else ["--load", save])])),
+        "command": ", ".join(map(yaml_value, shlex.split(run.command))),
+        "flags": "\n".join(_args([*run.tokens, *load])),
         "limits": "\n".join(f"                  {name}: {count}" for name, count in limits.items()),
         "cpus": str(job.cpus),
         "security": _SECURITY if job.network else "",

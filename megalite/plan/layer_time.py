@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import add
 from typing import NamedTuple
 
-from megalite.config.parallel import CpCommType
+from megalite.config.parallel import CP_COMM_PROPERTIES
+from megalite.config.stage_layers import hides_expert_messages
 from megalite.distributed.axes import EXPERTS
 from megalite.observe.unit_record import (
     AttentionCall,
@@ -19,6 +20,7 @@ from megalite.observe.unit_record import (
     PhaseRecord,
     UnitRecord,
 )
+from megalite.pipeline.simulator import pairs_of_rank
 from megalite.plan.communication import CONTENTION, Group
 from megalite.plan.kernel_time import attention_seconds, gemm_seconds, memory_seconds, recurrence_seconds
 from megalite.plan.planned_run import PlannedRun
@@ -120,8 +122,8 @@ def phase_work(run: PlannedRun, phase: PhaseRecord, name: Phase) -> WorkSeconds:
         memory_bound=memory_seconds(run, phase.kernel_bytes)
         + sum(recurrence_seconds(run.cluster.gpu, call) for call in phase.recurrences),
         tp=sum(tp_seconds(run, phase, name)),
-        cp=sum(cp_seconds(run, *each) for each in zip(phase.attention, attention, strict=True))
-        + recurrent_cp_seconds(run, phase),
+        cp=sum(attention_messages(run, *each) for each in zip(phase.attention, attention, strict=True))
+        + recurrence_messages(run, phase),
         ep=ep_seconds(run, phase),
     )
     return work._replace(launch=max(0.0, phase.num_operators * OPERATOR_SECONDS - work.seconds))
@@ -222,27 +224,20 @@ def ep_seconds(run: PlannedRun, phase: PhaseRecord) -> float:
 
     The busiest rank's messages count, for which the others wait.
     """
-    if not run.config.parallel.has_expert_axes:
-        return 0.0
-    sizes = run.sizes_in(EXPERTS)
+    sizes = run.sizes_in(EXPERTS) if run.config.parallel.has_expert_axes else {"ep": 1, "etp": 1}
     group = Group(run.cluster, sizes["ep"] * sizes["etp"], 1)
-    calls = (each.call for each in phase.collectives if each.call.is_over_experts)
+    if group.size == 1:
+        return 0.0
+    calls = [each.call for each in phase.collectives if each.call.is_over_experts and each.call.num_bytes]
     return sum(
-        _rows_seconds(run, group, call.num_bytes)
+        group.exchange_seconds(*run.expert_bytes(group, call.num_bytes))
         if call.kind == "all-to-all"
         else group.gather_seconds(call.num_bytes)
         for call in calls
     )
 
 
-def _rows_seconds(run: PlannedRun, group: Group, num_bytes: float) -> float:
-    """Return the seconds in which the rows of experts reach the ranks that hold them, or come back."""
-    if group.size == 1 or num_bytes == 0:
-        return 0.0
-    return group.exchange_seconds(*run.expert_bytes(group, num_bytes))
-
-
-def recurrent_cp_seconds(run: PlannedRun, phase: PhaseRecord) -> float:
+def recurrence_messages(run: PlannedRun, phase: PhaseRecord) -> float:
     """Return the seconds in which recurrent layers exchange tokens for heads, and heads for tokens."""
     group = Group(run.cluster, run.cp, run.tp)
     calls = (each.call for each in phase.collectives)
@@ -253,38 +248,36 @@ def recurrent_cp_seconds(run: PlannedRun, phase: PhaseRecord) -> float:
     )
 
 
-def cp_seconds(run: PlannedRun, call: AttentionCall, attention_seconds: float) -> float:
-    """Return the seconds that a call of attention waits for context-parallel communication.
+def attention_messages(run: PlannedRun, call: AttentionCall, attention_seconds: float) -> float:
+    """Return the seconds that a call of attention waits for the keys and values of other ranks' positions.
+
+    Either all ranks gather keys and values before a forward, and reduce-scatter their gradients after a
+    backward. Or neighbours exchange queries, keys and values for the part of the heads that the call has, and
+    the output back; and their groups pass keys and values around a ring. Backward sends them again, and as
+    many gradients back. A ring's messages run under the computation with keys that have arrived; the first
+    computation is with a rank's own keys.
 
     Args:
         attention_seconds: seconds of the computation.
     """
     if call.cp_comm_type is None:
         return 0.0
-    return CP_SECONDS[call.cp_comm_type](run, call, attention_seconds)
-
-
-def _gather_seconds(run: PlannedRun, call: AttentionCall, _: float) -> float:
-    """Gather keys and values before a forward, and reduce-scatter their gradients after a backward."""
-    group = Group(run.cluster, run.cp, run.tp)
-    return group.gather_seconds(_key_elements(call) * call.keys * run.element_bytes)
-
-
-def _exchange_seconds(run: PlannedRun, call: AttentionCall, _: float) -> float:
-    """Exchange queries, keys and values for the part of the heads that the call has, and the output back."""
-    heads, _ring = _levels(run, call)
-    group = Group(run.cluster, heads, run.tp)
     element = run.element_bytes
-    entering = (call.heads * call.size + _key_elements(call)) * call.queries * element
-    leaving = call.heads * call.value_size * call.queries * element
-    return group.all_to_all_seconds(entering) + group.all_to_all_seconds(leaving)
-
-
-def _ring_seconds(run: PlannedRun, call: AttentionCall, attention_seconds: float) -> float:
-    """Pass keys and values around the ring under the computation."""
-    heads, ring = _levels(run, call)
-    group = Group(run.cluster, ring, heads * run.tp)
-    return exposed_ring_seconds(group, call, _key_elements(call) * run.element_bytes, attention_seconds)
+    token_bytes = call.kv_heads * (call.size + call.value_size) * element  # keys and values
+    if CP_COMM_PROPERTIES[call.cp_comm_type].gathers_keys:
+        return Group(run.cluster, run.cp, run.tp).gather_seconds(token_bytes * call.keys)
+    num_neighbours, ring_size = run.config.parallel.cp_levels(call.cp_comm_type)
+    neighbours = Group(run.cluster, num_neighbours, run.tp)
+    seconds = neighbours.all_to_all_seconds((call.heads * call.size * element + token_bytes) * call.queries)
+    seconds += neighbours.all_to_all_seconds(call.heads * call.value_size * call.queries * element)
+    if ring_size == 1:
+        return seconds
+    sent = ring_slices(call, ring_size) * (token_bytes * call.keys / (2 * ring_size))
+    sent *= 2 if call.is_backward else 1
+    # An all-gather of n bytes sends n (size - 1) / size.
+    ring = Group(run.cluster, ring_size, num_neighbours * run.tp)
+    messages = ring.gather_seconds(sent * ring_size / (ring_size - 1))
+    return seconds + max(0.0, messages - attention_seconds)
 
 
 def ring_slices(call: AttentionCall, num_ranks: int) -> float:
@@ -300,50 +293,6 @@ def ring_slices(call: AttentionCall, num_ranks: int) -> float:
         return slices
     length = call.keys / (2 * num_ranks)
     return min(slices, 2.0 * -(-call.window // length) * (num_ranks - 1) / num_ranks)
-
-
-def exposed_ring_seconds(
-    group: Group, call: AttentionCall, bytes_per_token: float, attention_seconds: float
-) -> float:
-    """Return the seconds that a call of attention waits for messages.
-
-    Backward sends keys and values again, and as many gradients back. Messages run under the computation with
-    keys that have arrived; the first computation is with a rank's own keys.
-
-    Args:
-        bytes_per_token: bytes of a token's keys and values.
-        attention_seconds: seconds of the computation.
-    """
-    of_slice = bytes_per_token * call.keys / (2 * group.size)
-    num_bytes = ring_slices(call, group.size) * of_slice * (2 if call.is_backward else 1)
-    # An all-gather of n bytes sends n (size - 1) / size.
-    seconds = group.gather_seconds(num_bytes * group.size / (group.size - 1))
-    return max(0.0, seconds - attention_seconds)
-
-
-def _levels_seconds(run: PlannedRun, call: AttentionCall, attention_seconds: float) -> float:
-    """Exchange heads between neighbours, and pass keys and values around the ring of their groups."""
-    return _exchange_seconds(run, call, 0.0) + _ring_seconds(run, call, attention_seconds)
-
-
-def _levels(run: PlannedRun, call: AttentionCall) -> tuple[int, int]:
-    """Return how many ranks exchange heads for the call, and how many form a ring."""
-    assert call.cp_comm_type is not None
-    return run.config.parallel.cp_levels(call.cp_comm_type)
-
-
-def _key_elements(call: AttentionCall) -> int:
-    """Return the elements of a token's keys and values."""
-    return call.kv_heads * (call.size + call.value_size)
-
-
-CP_SECONDS: Mapping[CpCommType, Callable[[PlannedRun, AttentionCall, float], float]] = {
-    "all_gather": _gather_seconds,
-    "a2a": _exchange_seconds,
-    "p2p": _ring_seconds,
-    "a2a+p2p": _levels_seconds,
-}
-"""Seconds of the communication of a call of attention, by --cp-comm-type. A search tries these."""
 
 
 class ModelWork(NamedTuple):
@@ -410,4 +359,86 @@ def _last_gemm(run: PlannedRun, layer: UnitRecord) -> WorkSeconds:
     return WorkSeconds(
         _gemm(run, phase.gemms[last]),
         tp=sum(seconds for each, seconds in tp if each.gemm == last),
+    )
+
+
+PairSavings = Mapping[tuple[int, int], float]
+"""Seconds by which a pair of actions is shorter than both, by pipeline rank and the forward's chunk."""
+
+
+class LayerSeconds(NamedTuple):
+    """Seconds of a layer in one of two actions that run together."""
+
+    messages: float
+    computation: float
+
+    @staticmethod
+    def of(work: WorkSeconds) -> LayerSeconds:
+        """Divide a layer's work."""
+        return LayerSeconds(work.ep, work.seconds - work.ep)
+
+
+def pair_savings(run: PlannedRun) -> PairSavings:
+    """Return what pairs of actions save: messages of experts under the computation of another microbatch.
+
+    In a schedule that overlaps actions, a forward and an input gradient run in turns, which change while rows
+    of experts are in flight (`megalite.distributed.overlap_slots`). The first layer with messages of one
+    action runs beside the first one of the other, and so on. In other layers, the turns do not change.
+    """
+    if not hides_expert_messages(run.config):
+        return {}
+
+    def forward(stage: int) -> list[WorkSeconds]:
+        return [work.layers[kind].forward for kind in run.stage_kinds[stage]]
+
+    def backward(stage: int) -> list[WorkSeconds]:
+        kinds = run.stage_kinds[stage]
+        groups = run.config.recompute.groups(len(kinds))
+        again = {layer for group, is_again in groups if is_again for layer in group}
+        layers = [work.layers[kind] for kind in kinds]
+        return [each.backward_input + each.forward * (i in again) for i, each in enumerate(layers)][::-1]
+
+    def find() -> PairSavings:
+        return {
+            (rank, chunk): (1 - CONTENTION)
+            * hidden_seconds(
+                *(
+                    [LayerSeconds.of(each) for each in works if each.ep]
+                    for works in (forward(stages[chunk]), backward(stages[1 - chunk]))
+                )
+            )
+            for rank in range(run.pp)
+            for stages in [run.stages.stages_of(rank)]
+            for chunk in (0, 1)
+        }
+
+    work = model_work(run)
+    key = ("pair savings", run.stages, run.layers, run.config.recompute, *work_key(run))
+    return run.units.shared(key, find)
+
+
+def saved_by_ranks(run: PlannedRun) -> list[float]:
+    """Return the seconds that the pairs of each pipeline rank save in a step."""
+    savings = pair_savings(run)
+    if not savings:
+        return [0.0] * run.pp
+    schedule, num_microbatches = run.config.parallel.schedule, run.num_microbatches
+    return [
+        sum(
+            number * savings[rank, chunk]
+            for chunk, number in pairs_of_rank(schedule, run.stages, num_microbatches, rank).items()
+        )
+        for rank in range(run.pp)
+    ]
+
+
+def hidden_seconds(forward: Iterable[LayerSeconds], backward: Iterable[LayerSeconds]) -> float:
+    """Return the seconds of messages that two actions hide under each other's computation.
+
+    Args:
+        forward, backward: the layers of each that send messages, in the order in which they run.
+    """
+    return sum(
+        min(one.messages, other.computation) + min(other.messages, one.computation)
+        for one, other in zip(forward, backward, strict=False)
     )

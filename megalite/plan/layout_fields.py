@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 from megalite.config import Config
 from megalite.config.config import LAYOUT_FIELDS, SPLITS
+from megalite.config.fields import fields_by_name, value_of, with_fields
 from megalite.config.option import flag_tokens
 from megalite.config.stage_layers import even_partition, num_stages
 from megalite.pipeline.schedules import SCHEDULES
@@ -28,20 +28,16 @@ _ALWAYS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "micro_
 """Fields whose flags name a layout even if they have their defaults."""
 
 
-def with_layout(config: Config, **values: Any) -> Config:
-    """Return the config with some of `LAYOUT_FIELDS` changed."""
-    changes: dict[str, dict[str, Any]] = {}
-    for name, value in values.items():
-        changes.setdefault(LAYOUT_FIELDS[name], {})[name] = value
-    return replace(
-        config, **{group: replace(getattr(config, group), **own) for group, own in changes.items()}
+def changed_fields(config: Config) -> frozenset[str]:
+    """Return the layout's fields that differ from their defaults."""
+    return frozenset(
+        name for name, value in layout_values(config).items() if value != fields_by_name()[name].default
     )
 
 
-def changed_fields(config: Config) -> frozenset[str]:
-    """Return the layout's fields that differ from their defaults."""
-    parts = {name: getattr(config, group) for name, group in LAYOUT_FIELDS.items()}
-    return frozenset(name for name, part in parts.items() if getattr(part, name) != getattr(type(part), name))
+def layout_values(config: Config) -> dict[str, Any]:
+    """Return the values of `LAYOUT_FIELDS`."""
+    return {name: value_of(name, config) for name in LAYOUT_FIELDS}
 
 
 def with_even_stages(config: Config) -> Config:
@@ -64,7 +60,7 @@ def with_even_stages(config: Config) -> Config:
     elif (layers + 1) % stages == 0:
         counts = [(layers + 1) // stages] * stages
         counts[-1] -= 1
-    return with_layout(config, pipeline_layers=tuple(counts)) if min(counts) > 0 else config
+    return with_fields(config, pipeline_layers=tuple(counts)) if min(counts) > 0 else config
 
 
 def routing_line(config: Config) -> str | None:
@@ -156,10 +152,8 @@ def layout_name(run: PlannedRun) -> str:
 def layout_flags(config: Config) -> list[str]:
     """Return the layout as command-line tokens: the sizes, and fields that differ from their defaults."""
     flags: list[str] = []
-    for name, group in LAYOUT_FIELDS.items():
-        part = getattr(config, group)
-        value, default = getattr(part, name), getattr(type(part), name)
-        if value != default or name in _ALWAYS:
+    for name, value in layout_values(config).items():
+        if value != fields_by_name()[name].default or name in _ALWAYS:
             flag, *values = flag_tokens(name, value)
             flags += [_SHORT.get(name, flag), *values]
     return flags

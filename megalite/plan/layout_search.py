@@ -12,7 +12,8 @@ from math import gcd
 from typing import Any, NamedTuple
 
 from megalite.config import Config
-from megalite.config.parallel import CpCommTypes, num_neighbours
+from megalite.config.fields import with_fields
+from megalite.config.parallel import CP_COMM_PROPERTIES, CpCommTypes, num_neighbours
 from megalite.config.rules import parallel_rules
 from megalite.config.stage_layers import layers_per_stage
 from megalite.config.validate import RULES
@@ -20,8 +21,7 @@ from megalite.pipeline.schedules import SCHEDULES
 from megalite.plan.communication import Cluster
 from megalite.plan.estimate import RunPlan
 from megalite.plan.iteration_time import least_layer_seconds, least_seconds
-from megalite.plan.layer_time import CP_SECONDS
-from megalite.plan.layout_fields import MIN_SLICE, changed_fields, with_even_stages, with_layout
+from megalite.plan.layout_fields import MIN_SLICE, changed_fields, with_even_stages
 from megalite.plan.optimizer_update import NODE_MEMORY_GB
 from megalite.plan.plan_request import Request
 from megalite.plan.planned_run import PlannedRun, first_problem
@@ -91,7 +91,7 @@ def watch_nothing(text: str) -> None:
 
 def search_with_offload(request: Request, watch: Watch = watch_nothing) -> SearchResult:
     """Plan every layout with the optimizer state in host memory, if a usual node has enough memory."""
-    config = with_layout(request.config, optimizer_cpu_offload=True)
+    config = with_fields(request.config, optimizer_cpu_offload=True)
     found = search(replace(request, config=config), watch=watch)
     found.fitting = [plan for plan in found.fitting if _fits_host(plan)]
     return found
@@ -155,7 +155,7 @@ def _plans(request: Request, layouts: _Layouts, offloads: bool) -> Iterator[RunP
     config, cluster = layouts.config, layouts.shardings[0].run.cluster
     problem = first_problem(config, cluster, _OTHER_RULES)
     if problem is None and offloads:
-        config = with_layout(config, cpu_offload_activations=max(layers_per_stage(config)))
+        config = with_fields(config, cpu_offload_activations=max(layers_per_stage(config)))
     run = request.planned_run(config, cluster)
     for sharding in layouts.shardings:
         try:
@@ -229,14 +229,14 @@ def _layouts(request: Request, cluster: Cluster) -> Iterator[_Layouts]:
         )
     recomputes = [replace(base.recompute, **values) for values in _recomputes(request)]
     for sizes in _axis_sizes(request, cluster):
-        run = request.planned_run(with_layout(base, **sizes), cluster)
+        run = request.planned_run(with_fields(base, **sizes), cluster)
         trainings = [replace(base.training, **values) for values in _micro_batches(request, run)]
         shardings = list(_shardings(request, run))
         for pipeline in _pipelines(request, run):
             groups = []
             for exchange in _exchanges(request, run):
-                config = with_even_stages(with_layout(base, **sizes, **pipeline, **exchange))
-                sharded = [with_layout(config, **values) for values in shardings]
+                config = with_even_stages(with_fields(base, **sizes, **pipeline, **exchange))
+                sharded = [with_fields(config, **values) for values in shardings]
                 groups.append(
                     _Layouts(config, [_Sharding(request.planned_run(each, cluster)) for each in sharded])
                 )
@@ -318,7 +318,7 @@ def _exchanges(request: Request, run: PlannedRun) -> Iterator[dict[str, Any]]:
     """Yield the values of --sequence-parallel and --cp-comm-type to try."""
     parallel = request.config.parallel
     slices = [True] if run.config.parallel.has_expert_axes else [False, True]
-    types: list[CpCommTypes] = [*CP_SECONDS] if run.cp > 1 else [parallel.cp_comm_type]
+    types: list[CpCommTypes] = [*CP_COMM_PROPERTIES] if run.cp > 1 else [parallel.cp_comm_type]
     for values, cp_values in product(
         _unless_fixed(request, "sequence_parallel", slices if run.tp > 1 else [False]),
         _unless_fixed(request, "cp_comm_type", types),

@@ -6,18 +6,19 @@ import argparse
 import json
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from megalite.config import Config
+from megalite.config.fields import with_fields
 from megalite.config.yaml_file import to_yaml
 from megalite.frontends.command_line import parse
 from megalite.frontends.tool_parser import ToolParser, local_path
 from megalite.plan.autotune import add_length, check_length, check_machine, trial_length
 from megalite.plan.estimate import RunPlan
-from megalite.plan.job_files import batch_script
+from megalite.plan.job_files import StartedRun, batch_script
+from megalite.plan.plan_options import refuse_options
 from megalite.plan.plan_request import Request, planning_flags, read_request, training_tokens
 from megalite.plan.scaling import (
     ScaledRun,
@@ -36,7 +37,6 @@ from megalite.plan.write_job import (
     slurm_job,
     write_script,
 )
-from megalite.utils.commands import command_name
 from megalite.utils.errors import UserError, counted
 from megalite.utils.files import write_output
 
@@ -56,18 +56,17 @@ def measure_scaling(
         UserError: the command line is invalid, or this machine cannot run the trials.
     """
     own, rest = _parser(description).parse_known_args(arguments)
-    request = _request(own, rest)
+    request, length = _request(own, rest), trial_length(own)
+    check_length(request, length)
     try:
         own.folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--folder {own.folder} cannot be used ({error.strerror}): pass another") from None
-    length = trial_length(own)
-    check_length(request, length)
     assert request.scaling is not None
     config, _ = parse(training_tokens(request, request.config))
     if own.time is None and not torch.cuda.is_available() and config.parallel.num_threads is None:
         # A rank alone on a machine would use all its cores, and ranks that share it one each.
-        config = replace(config, parallel=replace(config.parallel, num_threads=1))
+        config = with_fields(config, num_threads=1)
     trials = _Trials(own, request, config, length)
     runs = scaled_runs(request, request.cluster)
     if not request.is_json:
@@ -142,12 +141,13 @@ class _Trials:
         plan = RunPlan(self._request.planned_run(run.config, run.cluster))
         text = batch_script(
             job,
-            ["--config", str(folder / CONFIG_FILE)],
-            title=f"Measure {self._length.iterations} iterations on {run.nodes} nodes of {gpus} GPUs.",
-            command=shlex.join(self._request.program_arguments),
-            file=as_word(script),
-            save=str(folder),
-            has_load=False,
+            StartedRun(
+                ["--config", str(folder / CONFIG_FILE)],
+                title=f"Measure {self._length.iterations} iterations on {run.nodes} nodes of {gpus} GPUs.",
+                file=as_word(script),
+                command=shlex.join(self._request.program_arguments),
+                save=str(folder),
+            ),
             warn_seconds=checked_warning(job, plan),
             setup=self._own.setup,
             saves=False,
@@ -166,8 +166,7 @@ class _Trials:
 
     def _trained(self, run: ScaledRun) -> Config:
         """Return the config that the run trains, with its data."""
-        training = replace(self._config.training, global_batch_size=run.global_batch)
-        return replace(self._config, training=training)
+        return with_fields(self._config, global_batch_size=run.global_batch)
 
     def _trial_config(self, run: ScaledRun) -> Config:
         return trial_config(self._trained(run), self._folder(run) / METRICS_FILE, self._length)
@@ -182,10 +181,7 @@ class _Trials:
 
 def _request(own: argparse.Namespace, rest: Sequence[str]) -> Request:
     """Return the plan's request, and refuse flags that have no meaning here."""
-    if any(token.partition("=")[0] == "--ethernet-gbps" for token in rest):
-        raise UserError(
-            f"--ethernet-gbps is an option of {command_name('plan')}: remove it, the network is measured"
-        )
+    refuse_options(rest, ("--ethernet-gbps",), reason=", the network is measured")
     slurm_flags = [name for name in _SLURM_FLAGS if getattr(own, name)]
     if slurm_flags and own.time is None:
         raise UserError(
@@ -194,8 +190,6 @@ def _request(own: argparse.Namespace, rest: Sequence[str]) -> Request:
     request = read_request(rest)
     if request.scaling is None:
         raise UserError("--scaling is missing: pass numbers of nodes, such as --scaling 1,2,4")
-    if request.config.dry_run.dry_run:
-        raise UserError("--dry-run computes nothing that could be timed: remove it")
     return request
 
 

@@ -59,8 +59,9 @@ def offloaded_state(run: PlannedRun, units: RankUnits) -> OffloadedState | None:
     weight = main if run.zero_stage == 3 else run.element_bytes
     each = main * (3 if has_main else 2) + run.average_bytes
     is_in_file = optimizer.optimizer_nvme_offload is not None
-    ranks = min(run.cluster.world_size, run.cluster.gpus_per_node)
-    keeps_gradients = not is_in_file and ranks * (each + main) * elements <= NODE_MEMORY_GB * 1e9
+    keeps_gradients = (
+        not is_in_file and run.cluster.ranks_per_node * (each + main) * elements <= NODE_MEMORY_GB * 1e9
+    )
     kept = main if keeps_gradients else 0
     staged = NUM_STAGED * min(RANGE_SIZE, elements) * (weight + main - kept)
     ring = NUM_SLOTS * min(RANGE_SIZE, elements) * each
@@ -118,9 +119,8 @@ def updates_under_forward(run: PlannedRun) -> bool:
 
 def offload_seconds(run: PlannedRun, state: OffloadedState) -> OffloadSeconds:
     """Return the times of a rank's update. The ranks of a node share its memory and its disks."""
-    cluster = run.cluster
-    ranks = min(cluster.world_size, cluster.gpus_per_node)
-    main, link = max(4, run.element_bytes), cluster.gpu.host_link_bandwidth * cluster.gpu.link_share
+    gpu, ranks = run.cluster.gpu, run.cluster.ranks_per_node
+    main, link = max(4, run.element_bytes), gpu.host_link_bandwidth * gpu.link_share
     rounded = run.element_bytes if run.element_bytes == 2 else 0
     update_bytes = state.elements * (7 * main + rounded + 2 * run.average_bytes)
     return OffloadSeconds(

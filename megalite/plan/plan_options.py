@@ -20,7 +20,7 @@ from megalite.frontends.tool_parser import (
 )
 from megalite.hardware.gpus import GPUS, Gpu, find_gpu
 from megalite.plan.communication import Cluster
-from megalite.plan.goodput_plan import NODE_STORAGE_GBPS, REPAIR_DAYS, RESTART_MINUTES, Reliability
+from megalite.plan.goodput import NODE_STORAGE_GBPS, REPAIR_DAYS, RESTART_MINUTES, Reliability
 from megalite.utils.commands import command_name
 from megalite.utils.errors import UserError, first_line, shortened
 from megalite.utils.files import parse_json, read_regular, replace_file
@@ -206,17 +206,22 @@ def reliability_of(own: argparse.Namespace) -> Reliability | None:
 SCALING_FLAGS = ("--scaling", "--ethernet-gbps", "--svg")
 
 
-def refuse_scaling(tokens: Sequence[str]) -> None:
-    """Refuse the flags of a scaling table in a command line of another command.
+def refuse_options(
+    tokens: Sequence[str], flags: Sequence[str], commands: Sequence[str] = ("plan",), reason: str = ""
+) -> None:
+    """Refuse options of a plan in a command line of another command.
+
+    Args:
+        commands: megalite's commands that have the options.
+        reason: why they have no meaning here, after a comma.
 
     Raises:
         UserError: one of them is there.
     """
     for token in tokens:
-        if (flag := token.partition("=")[0]) in SCALING_FLAGS:
-            raise UserError(
-                f"{flag} is an option of {command_name('plan')} and {command_name('scaling')}: remove it"
-            )
+        if (flag := token.partition("=")[0]) in flags:
+            names = " and ".join(map(command_name, commands))
+            raise UserError(f"{flag} is an option of {names}: remove it{reason}")
 
 
 def add_scaling(parser: ToolParser) -> None:

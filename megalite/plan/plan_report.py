@@ -11,7 +11,7 @@ from typing import Any
 from megalite.config.model_flops import CONVENTION
 from megalite.hardware.gpus import GPUS
 from megalite.plan.estimate import RunPlan, as_object, duration, large, plain, run_costs
-from megalite.plan.goodput_plan import GoodputPlan
+from megalite.plan.goodput import GoodputPlan
 from megalite.plan.layout_fields import layout_name, legend_lines, routing_line
 from megalite.plan.layout_search import (
     NUM_NEAREST,
@@ -83,16 +83,33 @@ def answer(arguments: Sequence[str], watch: Watch = watch_nothing) -> Iterable[s
     request = read_request(arguments)
     if request.scaling is not None:
         return _scaling(request, request.scaling)
-    return _one(request) if request.top is None else _all(request, request.top, watch)
+    if request.top is not None:
+        return _all(request, request.top, watch)
+    plan = requested_plan(request)
+    return [json.dumps(_object(request, plan))] if request.is_json else plan_lines(request, plan)
 
 
-def _one(request: Request) -> Iterable[str]:
+def requested_plan(request: Request) -> RunPlan:
+    """Return the plan of the requested layout.
+
+    Raises:
+        ConfigError: training would reject it.
+    """
     if problems := run_problems(request.config, request.cluster):
         raise ConfigError(problems)
-    plan = RunPlan(request.planned_run())
-    if not request.is_json:
-        return plan_lines(request, plan)
-    return [json.dumps(_object(request, plan))]
+    return RunPlan(request.planned_run())
+
+
+def fitting_plans(request: Request) -> list[RunPlan]:
+    """Return the plans of all layouts that fit, without offloaded optimizer state.
+
+    Raises:
+        UserError: none fits.
+    """
+    found = search(request)
+    if not found.fitting:
+        raise UserError(nothing_fits(request, found))
+    return found.fitting
 
 
 def _scaling(request: Request, scaling: Scaling) -> Iterable[str]:
@@ -209,11 +226,10 @@ def _memory_table(plan: RunPlan) -> Iterator[str]:
     result = f"fits, {left:.1f} GB are left" if plan.fits else f"does not fit: {-left:.1f} GB too much"
     yield f"of {available / _GB:.1f} GB (10^9 bytes) per GPU: {result}"
     if plan.host_bytes:
-        cluster = plan.run.cluster
-        ranks = min(cluster.world_size, cluster.gpus_per_node)
+        of_node = plan.host_bytes * plan.run.cluster.ranks_per_node
         yield (
             f"host memory    {plan.host_bytes / _GB:.1f} GB of activations per rank, up to "
-            f"{plan.host_bytes * ranks / _GB:.1f} GB per node"
+            f"{of_node / _GB:.1f} GB per node"
         )
     if plan.run.zero_stage == 3 and plan.run.pp > 1:
         kept = "kept for an iteration" if plan.run.gathers_once else "freed after each use"
@@ -247,11 +263,11 @@ def _offload_lines(plan: RunPlan) -> Iterator[str]:
     run, state = plan.run, largest_offloaded_state(plan.run)
     if state is None:
         return
-    ranks = min(run.cluster.world_size, run.cluster.gpus_per_node)
+    of_node = state.host * run.cluster.ranks_per_node
     places = f"{state.host / _GB:.2f} GB of host memory"
     if state.file:
         places += f" and {state.file / _GB:.2f} GB on the disk"
-    yield f"offloaded      {places} per rank, {state.host * ranks / _GB:.0f} GB of host memory per node"
+    yield f"offloaded      {places} per rank, {of_node / _GB:.0f} GB of host memory per node"
     seconds = offload_seconds(run, state)
     if state.gradients:
         yield (
@@ -314,7 +330,8 @@ def search_lines(request: Request, best: Sequence[RunPlan], found: SearchResult)
         yield "note: no layout fits with all activations on the GPU: these keep them in host memory"
     if routing := next(filter(None, (routing_line(plan.run.config) for plan in best)), None):
         yield f"assumed: {routing}"
-    yield _batch_line(request)
+    samples, length = request.config.training.global_batch_size or 0, request.config.model.seq_length
+    yield f"iteration: {counted(samples, 'sample')} of {length:,} tokens, {large(samples * length)} in all"
     rows = [_row(request, plan) for plan in best]
     yield "".join(f"{name:>{_WIDTHS[name]}}" for name in rows[0]) + "  layout"
     for plan, row in zip(best, rows, strict=True):
@@ -324,7 +341,12 @@ def search_lines(request: Request, best: Sequence[RunPlan], found: SearchResult)
     yield from textwrap.wrap(_choice(best[0], found), 80, break_long_words=False, break_on_hyphens=False)
     yield "TFLOP/s: per GPU; GB (10^9 bytes): memory of the largest rank"
     costs = run_costs(best[0], request.costs)
-    yield _cost_legend(request, costs) if costs else "bubble: share of the time, for the average rank"
+    if costs:
+        price = request.costs.price
+        currency = "" if price is None else f"; price in the currency of --price-per-gpu-hour {price:g}"
+        yield f"days and costs: for {large(costs['train_tokens'])} tokens{currency}"
+    else:
+        yield "bubble: share of the time, for the average rank"
     yield from legend_lines([layout_name(plan.run) for plan in best])
     yield f"{counted(len(found.fitting), 'layout')} fit{'s' if len(found.fitting) == 1 else ''}"
     available = request.cluster.gpu.memory_bytes / _GB
@@ -344,13 +366,6 @@ def search_lines(request: Request, best: Sequence[RunPlan], found: SearchResult)
     if best[0].is_tight:
         yield f"warning: {_tight(best[0])}"
     yield from command_lines(start_command(request, best[0].run.config))
-
-
-def _batch_line(request: Request) -> str:
-    """Return the size of an iteration, on which the time of a layout depends."""
-    samples, length = request.config.training.global_batch_size, request.config.model.seq_length
-    assert samples is not None  # a search needs it
-    return f"iteration: {counted(samples, 'sample')} of {length:,} tokens, {large(samples * length)} in all"
 
 
 def _choice(chosen: RunPlan, found: SearchResult) -> str:
@@ -379,13 +394,6 @@ def _row(request: Request, plan: RunPlan) -> dict[str, str]:
     if not costs:
         return row | {"bubble": f"{plan.time.bubble_fraction:.1%}"}
     return row | {name: plain(costs[key]) for name, key in _COST_COLUMNS.items() if key in costs}
-
-
-def _cost_legend(request: Request, costs: Mapping[str, float]) -> str:
-    currency = ""
-    if "price" in costs:
-        currency = f"; price in the currency of --price-per-gpu-hour {request.costs.price:g}"
-    return f"days and costs: for {large(costs['train_tokens'])} tokens{currency}"
 
 
 def nothing_fits(request: Request, found: SearchResult, watch: Watch = watch_nothing) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from megalite.config import Config, DataConfig
 from megalite.config.arguments import split_tokens
 from megalite.config.config import LAYOUT_FIELDS, LAYOUT_OPTIONS
-from megalite.config.fields import fields_by_flag
+from megalite.config.fields import fields_by_flag, with_fields
 from megalite.config.option import flag_with_value
 from megalite.config.parallel import LayoutSource
 from megalite.config.presets import PRESETS
@@ -23,13 +23,8 @@ from megalite.frontends.command_line import NEEDED_TO_TRAIN, TRAINED_BY, parse
 from megalite.frontends.tool_parser import ToolParser, positive_int, positive_number
 from megalite.plan.communication import Cluster
 from megalite.plan.estimate import Costs, large
-from megalite.plan.goodput_plan import Reliability
-from megalite.plan.layout_fields import (
-    changed_fields,
-    layout_flags,
-    with_even_stages,
-    with_layout,
-)
+from megalite.plan.goodput import Reliability
+from megalite.plan.layout_fields import changed_fields, layout_flags, with_even_stages
 from megalite.plan.own_program import SUFFIX, model_of
 from megalite.plan.plan_options import (
     Scaling,
@@ -114,7 +109,7 @@ class Request:
         """Return the request with these fields of the layout fixed too."""
         new = {name: value for name, value in values.items() if name not in self.fixed_fields}
         return replace(
-            self, config=with_layout(self.config, **new), fixed_fields=self.fixed_fields | new.keys()
+            self, config=with_fields(self.config, **new), fixed_fields=self.fixed_fields | new.keys()
         )
 
 
@@ -125,7 +120,10 @@ def read_request(arguments: Sequence[str]) -> Request:
         UserError: the command line, or the config that it describes, is invalid.
     """
     own, rest = _parser().parse_known_args(arguments)
-    config, notices = parse(_saving(rest) if own.node_mtbf else rest, NEEDED_TO_TRAIN)
+    table, (flags, _) = fields_by_flag(), split_tokens(rest)
+    # Without --save, other flags of checkpoints, which the plan of failures reads, have no effect.
+    saves = not own.node_mtbf or any(flag.flag == "--save" for flag in flags)
+    config, notices = parse(rest if saves else [*rest, "--save", "runs"], NEEDED_TO_TRAIN)
     if config.training.fp8_format is not None:
         raise UserError(
             f"--fp8-format {config.training.fp8_format} cannot be planned, since the speed of 8-bit GEMMs "
@@ -135,14 +133,13 @@ def read_request(arguments: Sequence[str]) -> Request:
     if problems := [each.text for each in conflicts(config, None) if "layout" in each.fields]:
         raise ConfigError(problems)
     parsed = config
-    config = replace(config, parallel=replace(config.parallel, layout=None))
+    config = with_fields(config, layout=None)
     num_layouts = own.top or (DEFAULT_TOP if own.search else 1)
     own.search = own.search or layout == "auto"
     if own.search:  # which tries other --ep and --cp
         of_axes = ("--moe-imbalance ", "--cp-comm-type ")
         notices = [text for text in notices if not text.startswith(of_axes)]
     notices += unused_options(own, config)
-    table, (flags, _) = fields_by_flag(), split_tokens(rest)
     set_fields = {table[flag.flag].name for flag in flags if flag.flag in table}
     has_model = any(flag.flag in ("--preset", "--config") for flag in flags)
     if "seq_length" not in set_fields:
@@ -151,10 +148,12 @@ def read_request(arguments: Sequence[str]) -> Request:
     provider = None if own.program is None else _provider_of(own.program)
     may_assume = not has_model and _is_gpt(provider)
     config, assumed, assumed_tokens = _complete(config, own, set_fields, may_assume)
+    # Check all options as training does, also those that a plan ignores, such as options of data.
     assigns_documents = parsed.parallel.dynamic_context_parallel
-    parallel = replace(config.parallel, dynamic_context_parallel=assigns_documents)
-    whole = replace(config, data=parsed.data, parallel=parallel)
-    _check_all_groups(whole, LAYOUT_OPTIONS - set_fields if own.search else ())
+    whole = with_fields(replace(config, data=parsed.data), dynamic_context_parallel=assigns_documents)
+    searched = LAYOUT_OPTIONS - set_fields if own.search else ()
+    if problems := problems_of(with_any_length(whole), None, {*NEEDED_TO_TRAIN, *searched}):
+        raise ConfigError(problems)
     cluster = cluster_of(own, config)
     if own.calibrate:
         from megalite.plan.calibrate import with_local_defaults  # imports torch
@@ -189,25 +188,6 @@ def _notices_of_length(config: Config, presets: Sequence[str]) -> list[str]:
         f"--seq-length {length} is the longest context of --preset {presets[-1]}{batch}: pass --seq-length "
         f"{USUAL_LENGTH // 2} or {USUAL_LENGTH} for usual pretraining"
     ]
-
-
-def _check_all_groups(config: Config, searched: Collection[str]) -> None:
-    """Check all options as training does, also those that a plan ignores, such as options of data.
-
-    Args:
-        searched: fields that a search sets.
-
-    Raises:
-        ConfigError: training would reject them.
-    """
-    if problems := problems_of(with_any_length(config), None, {*NEEDED_TO_TRAIN, *searched}):
-        raise ConfigError(problems)
-
-
-def _saving(tokens: Sequence[str]) -> list[str]:
-    """Return training's flags with --save, without which other flags of checkpoints have no effect."""
-    has_save = any(flag.flag == "--save" for flag in split_tokens(tokens)[0])
-    return list(tokens) if has_save else [*tokens, "--save", "runs"]
 
 
 def planning_flags() -> frozenset[str]:
@@ -297,13 +277,13 @@ def _complete(
                 f"--attention-dropout 0, {why}: training's default, 0.1, needs slower attention; pass "
                 "--attention-dropout 0.1 to plan it"
             )
-    parallel = replace(config.parallel, dynamic_context_parallel=False)
-    if parallel != config.parallel:
+    if config.parallel.dynamic_context_parallel:
         assumed.append(
             "one document per sample, though --dynamic-context-parallel assigns several: their attention and "
             "messages are less"
         )
-    before = replace(config, model=model, parallel=parallel, data=DataConfig(mock_data=True))
+    before = replace(config, model=model, data=DataConfig(mock_data=True))
+    before = with_fields(before, dynamic_context_parallel=False)
     config = before if own.search else with_even_stages(before)
     if config is not before:
         layers = flag_with_value("pipeline_layers", config.parallel.pipeline_layers)
@@ -345,7 +325,7 @@ def job_tokens(request: Request, config: Config) -> list[str]:
 def start_command(request: Request, config: Config) -> str:
     """Return the command that starts the run on the request's cluster, on each of its nodes."""
     cluster = request.cluster
-    launch = f"torchrun --nproc-per-node {min(cluster.world_size, cluster.gpus_per_node)}"
+    launch = f"torchrun --nproc-per-node {cluster.ranks_per_node}"
     if cluster.num_nodes > 1:  # without a rendezvous, each node would wait for the others at its own address
         launch += f" --nnodes {cluster.num_nodes} --rdzv-backend c10d --rdzv-endpoint FIRST_HOST:29500"
     return f"{launch} {request.launched} {shlex.join(training_tokens(request, config))}"

@@ -133,6 +133,11 @@ class PlannedRun:
         """Return the number of ranks that share the tokens of a sample."""
         return self.config.parallel.mesh.num_position_slices
 
+    @property
+    def positions(self) -> int:
+        """Return the number of tokens of a sample on one rank."""
+        return self.config.model.seq_length // self.cp
+
     @cached_property
     def sizes(self) -> Mapping[str, int]:
         """Return the size of each named axis, in the order of layout names; dp has the other ranks."""
@@ -292,7 +297,7 @@ class PlannedRun:
             _recorded_model(model, recorded),
             0,
             self.tp,
-            positions=config.model.seq_length // self.cp,
+            positions=self.positions,
             micro_batch_size=config.training.micro_batch_size,
             sequence_parallel=config.parallel.sequence_parallel and self.tp > 1,
             has_documents=config.masks_documents,

@@ -121,7 +121,7 @@ def node_host_bytes(run: PlannedRun) -> float:
         activations + (state.host if state else 0.0)
         for activations, state in zip(host_activations(run), states, strict=True)
     ]
-    return max(both) * min(run.cluster.world_size, run.cluster.gpus_per_node)
+    return max(both) * run.cluster.ranks_per_node
 
 
 def _average(run: PlannedRun, rank: int, by_stage: Sequence[float]) -> float:
@@ -328,7 +328,7 @@ def shared_key_bytes(run: PlannedRun, kind: int) -> float:
     spec = model.layer_spec(kind).attention
     if spec is None or not spec.gives_keys:
         return 0.0
-    num_tokens = model.seq_length // run.cp * run.config.training.micro_batch_size
+    num_tokens = run.positions * run.config.training.micro_batch_size
     return 2 * num_tokens * max(1, spec.num_kv_heads // run.tp) * spec.head_dim * run.element_bytes
 
 

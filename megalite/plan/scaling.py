@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from megalite.config import Config
+from megalite.config.fields import with_fields
 from megalite.plan.communication import Cluster
 from megalite.plan.estimate import RunPlan, large
 from megalite.plan.plan_request import Request
@@ -135,7 +136,7 @@ def batch_on(config: Config, mode: Mode, nodes: int, largest: int) -> Config:
             f"--global-batch-size {batch} has no equal part for each of {largest} nodes: pass "
             f"--global-batch-size {below or largest}"
         )
-    return replace(config, training=replace(config.training, global_batch_size=batch * nodes // largest))
+    return with_fields(config, global_batch_size=batch * nodes // largest)
 
 
 def plan_scaling(request: Request) -> Iterator[ScalingPoint]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.config import CheckpointConfig, Config, LoggingConfig
+from megalite.config.fields import with_fields
 from megalite.config.yaml_file import to_yaml
 from megalite.utils.errors import UserError
 from megalite.utils.files import parse_json, replace_file
@@ -147,21 +148,16 @@ def trial_config(config: Config, metrics: Path, length: Length) -> Config:
     The run keeps its length, and with it its schedules, but exits early. A batch-size ramp-up or schedule is
     removed, because the layout is tuned for the full batch.
     """
-    training = replace(
-        config.training,
+    if config.training.train_iters is None and config.training.train_samples is None:
+        config = with_fields(config, train_iters=length.iterations)
+    logging = LoggingConfig(log_interval=1, metrics_file=str(metrics))
+    return with_fields(
+        replace(config, checkpoint=CheckpointConfig(), logging=logging),
         exit_interval=length.iterations,
         eval_iters=0,
         rampup_batch_size=None,
         step_batch_size_schedule=None,
         exit_duration_in_mins=None,
-    )
-    if training.train_iters is None and training.train_samples is None:
-        training = replace(training, train_iters=length.iterations)
-    return replace(
-        config,
-        training=training,
-        checkpoint=CheckpointConfig(),
-        logging=LoggingConfig(log_interval=1, metrics_file=str(metrics)),
     )
 
 

@@ -17,15 +17,14 @@ from megalite.frontends.command_line import TRAINED_BY, parse
 from megalite.frontends.tool_parser import ToolParser, local_path, positive_int
 from megalite.hardware.gpus import find_gpu
 from megalite.plan.estimate import RunPlan, run_costs
-from megalite.plan.job_files import Kubernetes, Slurm, batch_script, pytorch_job, slurm_limit
+from megalite.plan.job_files import Kubernetes, Slurm, StartedRun, batch_script, pytorch_job, slurm_limit
 from megalite.plan.layout_fields import layout_flags
 from megalite.plan.layout_search import search, simplest
-from megalite.plan.plan_options import refuse_scaling
-from megalite.plan.plan_report import goodput_of, nothing_fits, plan_lines
+from megalite.plan.plan_options import SCALING_FLAGS, refuse_options
+from megalite.plan.plan_report import fitting_plans, goodput_of, nothing_fits, plan_lines, requested_plan
 from megalite.plan.plan_request import Request, job_tokens, planning_flags, read_request
-from megalite.plan.planned_run import run_problems
 from megalite.utils.commands import command_name
-from megalite.utils.errors import ConfigError, UserError
+from megalite.utils.errors import UserError
 from megalite.utils.files import write_output
 
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff\ufffe\uffff]")
@@ -54,43 +53,27 @@ def write_job(arguments: Sequence[str], description: str) -> list[str]:
     gpus = request.cluster.gpus_per_node
     job = _kubernetes(own, gpus, config) if own.kubernetes else _slurm(own, gpus)
     plan = chosen_plan(request)
-    tokens, title = job_tokens(request, plan.run.config), _title(request, plan)
-    command = shlex.join(request.program_arguments)
-    save, has_load = config.checkpoint.save, config.checkpoint.load is not None
+    output = own.output or Path(f"{own.job_name}{'.yaml' if own.kubernetes else '.sbatch'}")
+    started = StartedRun(
+        job_tokens(request, plan.run.config),
+        title=_title(request, plan),
+        file=as_word(output),
+        command=shlex.join(request.program_arguments),
+        save=config.checkpoint.save,
+        has_load=config.checkpoint.load is not None,
+    )
     if isinstance(job, Kubernetes):
-        output = own.output or Path(f"{own.job_name}.yaml")
-        submit, found = f"kubectl apply --filename {as_word(output)}", run_warnings(request, plan, config)
-        assert save is not None
-        text = pytorch_job(
-            job,
-            tokens,
-            title=title,
-            file=as_word(output),
-            command=command,
-            save=save,
-            has_load=has_load,
-            grace_seconds=warning_seconds(plan),
-        )
+        submit, found = "kubectl apply --filename", run_warnings(request, plan, config)
+        text = pytorch_job(job, started, grace_seconds=warning_seconds(plan))
     else:
-        output = own.output or Path(f"{own.job_name}.sbatch")
-        submit, found = f"sbatch {as_word(output)}", warnings(request, plan, job, config)
-        text = batch_script(
-            job,
-            tokens,
-            title=title,
-            file=as_word(output),
-            command=command,
-            save=save,
-            has_load=has_load,
-            warn_seconds=checked_warning(job, plan),
-            setup=own.setup,
-        )
+        submit, found = "sbatch", warnings(request, plan, job, config)
+        text = batch_script(job, started, warn_seconds=checked_warning(job, plan), setup=own.setup)
     write_script(output, text, own.force)
     return [
         *plan_notes(list(plan_lines(request, plan))),
         "",
         *(f"warning: {warning}" for warning in found),
-        f"wrote {output}; submit it with: {submit}",
+        f"wrote {output}; submit it with: {submit} {as_word(output)}",
     ]
 
 
@@ -140,13 +123,8 @@ def chosen_plan(request: Request) -> RunPlan:
         UserError: training would reject the layout, or it does not fit; the message names one that fits.
     """
     if request.top is not None:
-        found = search(request)
-        if not found.fitting:
-            raise UserError(nothing_fits(request, found))
-        return simplest(found.fitting)
-    if problems := run_problems(request.config, request.cluster):
-        raise ConfigError(problems)
-    plan = RunPlan(request.planned_run())
+        return simplest(fitting_plans(request))
+    plan = requested_plan(request)
     if not plan.fits:
         raise UserError(_too_large(request, plan))
     return plan
@@ -249,15 +227,13 @@ def plan_notes(lines: Sequence[str]) -> list[str]:
 
 def _request(own: argparse.Namespace, rest: Sequence[str]) -> tuple[Request, Config]:
     """Return the plan's request, and the run's own config, which has options that a plan ignores."""
-    refuse_scaling(rest)
+    refuse_options(rest, SCALING_FLAGS, ("plan", "scaling"))
+    refuse_options(rest, ("--json",))
+    refuse_options(rest, ("--top",), reason=", the job uses one layout")
     gpus = own.gpus_per_node or (find_gpu(own.gpu).gpus_per_node if own.gpu else 1)
     tokens = [*(["--gpu", own.gpu] if own.gpu else []), "--gpus-per-node", str(gpus)]
     tokens += ["--world-size", str(own.nodes * gpus), *rest]
     request = read_request(tokens)
-    if request.is_json:
-        raise UserError(f"--json is an option of {command_name('plan')}: remove it")
-    if any(token.partition("=")[0] == "--top" for token in rest):
-        raise UserError(f"--top is an option of {command_name('plan')}: remove it, the job uses one layout")
     config, _ = parse(request.training_tokens)
     if config.dry_run.dry_run:
         program = command_name(TRAINED_BY[config.model.architecture])

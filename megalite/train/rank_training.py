@@ -51,8 +51,8 @@ from megalite.train.telemetry.writers import Writers
 from megalite.train.trainer import Trainer
 from megalite.utils.errors import ConfigError, UserError, one_line
 from megalite.utils.log import configure_logging, log, log_notes
-from megalite.verify.compare_runs import verify_layouts
 from megalite.verify.layouts import layouts_named
+from megalite.verify.verification import verify_layouts
 
 
 def train_parsed_run(

@@ -17,6 +17,7 @@ from torch import Tensor
 from megalite.distributed.held_positions import HeldPositions
 from megalite.observe.operator_log import Collective
 from megalite.tensor_parallel.placement import Box
+from megalite.verify.compare_runs import magnitude
 from megalite.verify.trace_run import Activation, RankTrace, StepTensor
 
 
@@ -353,8 +354,3 @@ def _place(
         starts.append(start)
         sizes.append(max(0, min(size, whole - start)))
     return Box(tuple(starts), tuple(sizes))
-
-
-def magnitude(tensor: Tensor) -> float:
-    """Return the largest finite magnitude; 0.0 if there is none."""
-    return float(tensor.abs().nan_to_num(0.0, 0.0).max()) if tensor.numel() else 0.0

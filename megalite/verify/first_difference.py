@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from megalite.distributed.axes import coordinates_text
+from megalite.verify.compare_runs import SMALLEST, Tolerance, is_only_rounding, magnitude
 from megalite.verify.compare_traces import (
     Comparison,
     Event,
     compared_activations,
     compared_steps,
-    magnitude,
     skipped_layers,
 )
 from megalite.verify.trace_run import RankTrace
@@ -44,45 +44,7 @@ PHASES = {
 """What is compared, in the order in which an iteration computes it."""
 OF_MODULES = ("forward", "recomputed", "backward")
 """The phases in which modules compute."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Relative differences of tensors.
-
-    Attributes:
-        differs: a larger difference cannot come from the order of floating-point sums.
-        agrees: with a smaller difference, a tensor does not depend on any that differs.
-        scalar: what `differs` is for terms of the loss.
-        weights: whether updated weights are compared. Adam divides by gradients as small as their rounding.
-    """
-
-    differs: float
-    agrees: float
-    scalar: float
-    weights: bool = False
-
-
-LIMITS = {
-    "fp64": Limits(differs=1e-9, agrees=1e-12, scalar=1e-11, weights=True),
-    "fp32": Limits(differs=1e-3, agrees=1e-6, scalar=1e-5),
-    "fp16": Limits(differs=0.05, agrees=1e-3, scalar=1e-3),
-    "bf16": Limits(differs=0.1, agrees=1e-2, scalar=2e-3),
-}
-"""Limits by params_dtype."""
-
 _LAYER = re.compile(r"output of layers\.[0-9]+")
-SMALLEST = 1e-6
-"""Differences are relative to a tensor's largest magnitude, or to this part of the largest of its phase.
-
-A gradient that is zero but for rounding, such as a key bias', has no digits to compare.
-"""
-ROUNDING = 1e-12
-"""A gradient below this part of the largest one is zero but for rounding.
-
-So is what it adds to its weight. A bias that starts at zero then has no digits to compare: differences of
-such weights are relative to the largest weight.
-"""
 
 
 @dataclass(frozen=True)
@@ -107,14 +69,14 @@ class FirstDifference:
 
 
 def first_difference(
-    run: Sequence[RankTrace], reference: RankTrace, iteration: int, limits: Limits
+    run: Sequence[RankTrace], reference: RankTrace, iteration: int, tolerance: Tolerance
 ) -> tuple[FirstDifference | None, int]:
     """Compare all ranks of a layout with one rank.
 
     Returns:
         The first difference, and the number of tensors that have no place in the reference's.
     """
-    activations, num_unplaced = compared_activations(run, reference, limits.differs)
+    activations, num_unplaced = compared_activations(run, reference, tolerance.gradient)
     events = [*compared_steps(run, reference), *activations]
     scales = {phase: _scale(each for each in events if each.phase == phase) for phase in PHASES}
     rounded = frozenset(
@@ -123,25 +85,20 @@ def first_difference(
         if each.phase == "gradient" and is_only_rounding(_scale([each]), scales["gradient"])
     )
     for phase in PHASES:
-        if phase == "weight" and not limits.weights:
+        if phase == "weight" and math.isinf(tolerance.weight):
             continue
         if phase == "forward" and (skipped := skipped_layers(run, reference)):
             return _skipped_layers(skipped, iteration), num_unplaced
         found = sorted((each for each in events if each.phase == phase), key=lambda each: each.order)
-        judge = Judge(phase, scales[phase], limits, rounded if phase.startswith("weight") else frozenset())
+        judge = Judge(phase, scales[phase], tolerance, rounded if phase.startswith("weight") else frozenset())
         if phase == "recomputed":  # a representation that differed in forward differs again
-            forward = Judge("forward", scales["forward"], limits)
+            forward = Judge("forward", scales["forward"], tolerance)
             known = {each.order for each in events if each.phase == "forward" and forward.differs(each)}
             found = [each for each in found if each.order not in known]
         differing = judge.differing(found)
         if differing is not None:
             return judge.described(differing, found, iteration), num_unplaced
     return None, num_unplaced
-
-
-def is_only_rounding(gradient: float, largest: float) -> bool:
-    """Return whether a gradient of this magnitude is zero but for rounding, beside the largest one."""
-    return 0.0 < gradient <= ROUNDING * largest
 
 
 def _skipped_layers(layers: Sequence[str], iteration: int) -> FirstDifference:
@@ -163,13 +120,13 @@ class Judge(NamedTuple):
 
     phase: str
     scale: float
-    limits: Limits
+    tolerance: Tolerance
     rounded: frozenset[str] = frozenset()
 
     @property
     def limit(self) -> float:
         scalars = ("divisor", "own loss", "loss")
-        return self.limits.scalar if self.phase in scalars else self.limits.differs
+        return self.tolerance.loss if self.phase in scalars else self.tolerance.gradient
 
     def is_within(self, comparison: Comparison, limit: float) -> bool:
         """Return whether the relative difference is at most the limit."""
@@ -184,7 +141,7 @@ class Judge(NamedTuple):
         return not all(self.is_within(each, self.limit) for each in event.comparisons)
 
     def agrees(self, event: Event) -> bool:
-        return all(self.is_within(each, self.limits.agrees) for each in event.comparisons)
+        return all(self.is_within(each, self.tolerance.agrees) for each in event.comparisons)
 
     def differing(self, events: Sequence[Event]) -> Event | None:
         """Return the first event that differs, and on which later ones depend.

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from megalite.config import Config, ParallelConfig, check_config
-from megalite.config.parallel import CpCommType, TokenDispatcherType
-from megalite.config.recompute import Granularity
+from megalite.config import Config, check_config
+from megalite.config.fields import with_fields
 from megalite.config.stage_layers import num_stages
 from megalite.distributed.axes import EXPERTS, MODEL
 from megalite.pipeline.schedules import SCHEDULES
@@ -28,25 +27,26 @@ _NAMES = [
     *(axis.name for axis in EXPERTS.axes if axis.name in ("ep", "etp")),
 ]
 _SIZE = re.compile(rf"({'|'.join(_NAMES)}|shard|mbs|v)([1-9][0-9]*)|({'|'.join(_SUFFIXES)})")
-_SWITCHES: dict[str, tuple[str, bool | int | str]] = {
-    "sp": ("sp", True),
-    "zero1": ("zero", 1),
-    "zero2": ("zero", 2),
-    "zero3": ("zero", 3),
-    "kept": ("kept", True),
-    "gather": ("gather", True),
-    "overlap": ("overlap", True),
-    "full": ("recompute", "full"),
-    "selective": ("recompute", "selective"),
-    "uneven": ("uneven", True),
-    "offload": ("offload", True),
-    "a2a": ("cp_comm", "a2a"),
-    "p2p": ("cp_comm", "p2p"),
-    "a2a+p2p": ("cp_comm", "a2a+p2p"),
-    "dynamic": ("dynamic", True),
-    "allgather": ("dispatcher", "allgather"),
+_SWITCHES: dict[str, dict[str, Any]] = {
+    "sp": {"sequence_parallel": True},
+    "zero1": {"zero_stage": 1},
+    "zero2": {"zero_stage": 2},
+    "zero3": {"zero_stage": 3},
+    "kept": {"fsdp_reshard_after_forward": "never"},
+    "gather": {"overlap_param_gather": True},
+    # The number of parts does not divide usual sizes.
+    "overlap": {"tp_comm_overlap": True, "tp_comm_overlap_chunks": 3},
+    "full": {"recompute_granularity": "full"},
+    "selective": {"recompute_granularity": "selective"},
+    "uneven": {"decoder_first_pipeline_num_layers": 1},
+    "offload": {"cpu_offload_activations": 1},
+    "a2a": {"cp_comm_type": "a2a"},
+    "p2p": {"cp_comm_type": "p2p"},
+    "a2a+p2p": {"cp_comm_type": "a2a+p2p"},
+    "dynamic": {"dynamic_context_parallel": True},
+    "allgather": {"moe_token_dispatcher_type": "allgather"},
 }
-"""Names after a plus sign, each with the attribute and value that it sets."""
+"""Names after a plus sign, each with the options that it sets."""
 _NEEDED_AXES = {
     **dict.fromkeys(("sp", "overlap"), ("tp",)),
     **dict.fromkeys(("a2a", "p2p", "a2a+p2p", "dynamic"), ("cp",)),
@@ -83,9 +83,6 @@ an order of the shards that is wrong may be its own inverse.
 
 WITH_EXPERTS = (("dp2ep2",), ("tp2dp2ep4etp1+sp",))
 """Further rows for models with experts; in the second, the experts are on more ranks than the replicas."""
-
-_CHUNKS = 3
-"""Parts of `Layout.overlap`, a number that does not divide usual sizes."""
 
 TABLE = (
     *("tp2", "tp4", "pp2", "pp4", "dp2", "dp4", "tp2pp2", "tp2dp2", "pp2dp2", "tp2pp2dp2", "mbs1"),
@@ -176,7 +173,7 @@ def _refuse_repeats(name: str, parts: Sequence[tuple[str, str, str]], switches: 
     """
     first: dict[str, str] = {}
     named = [(axis if axis not in ("", "v") else "schedule", "".join((axis, *rest))) for axis, *rest in parts]
-    for option, text in (*named, *((_SWITCHES[switch][0], f"+{switch}") for switch in switches)):
+    for option, text in (*named, *((next(iter(_SWITCHES[switch])), f"+{switch}") for switch in switches)):
         if option in first:
             raise UserError(
                 f"layout {name!r} has both {first[option]} and {text}, which set the same option: remove one"
@@ -201,7 +198,7 @@ def _refuse_without_effect(
 class Layout:
     """Sizes of the mesh axes, and options that override the config.
 
-    None and False leave an option as it is in the config.
+    None leaves an option as it is in the config.
 
     Attributes:
         sizes: size of each axis with more than one rank, by its name; also of etp with one, which is not its
@@ -210,18 +207,9 @@ class Layout:
         mbs: micro-batch size.
         v: chunks per rank of an interleaved pipeline.
         schedule: zb for ZB-H1, zbv for ZB-V, dpv for DualPipeV, or gpipe.
-        sp: turn on sequence parallelism.
-        zero: ZeRO stage.
-        kept: keep gathered weights for a whole iteration.
-        gather: turn on `overlap_param_gather`.
-        overlap: overlap tensor-parallel collectives with GEMMs, in parts whose sizes differ.
-        recompute: full or selective.
-        uneven: give the first pipeline rank a single layer.
-        offload: keep the activations of at least the first layer of each stage in host memory, and the
-            state of AdamW, unless the config keeps it in a file.
-        cp_comm: how queries reach the keys of other context-parallel ranks, a2a, p2p or a2a+p2p.
-        dynamic: assign documents to context-parallel ranks.
-        dispatcher: how tokens reach experts that are on axes of their own.
+        switches: names after plus signs, in the order of `_SWITCHES`. With offload, the activations of at
+            least the first layer of each stage are in host memory, and so is the state of AdamW, unless the
+            config keeps it in a file.
     """
 
     sizes: Mapping[str, int] = field(default_factory=dict, hash=False)
@@ -229,17 +217,7 @@ class Layout:
     mbs: int | None = None
     v: int | None = None
     schedule: str | None = None
-    sp: bool = False
-    zero: int | None = None
-    kept: bool = False
-    gather: bool = False
-    overlap: bool = False
-    recompute: Granularity | None = None
-    uneven: bool = False
-    offload: bool = False
-    cp_comm: CpCommType | None = None
-    dynamic: bool = False
-    dispatcher: TokenDispatcherType | None = None
+    switches: tuple[str, ...] = ()
 
     @staticmethod
     def parse(name: str) -> Layout:
@@ -263,8 +241,8 @@ class Layout:
         axis_sizes = {axis: size for axis, size in named_sizes.items() if size > 1 or axis == "etp"}
         schedule = next((schedule for _, _, schedule in parts if schedule), None)
         _refuse_without_effect(name, axis_sizes, schedule, switches)
-        switched = dict(_SWITCHES[switch] for switch in switches)
-        return Layout(axis_sizes, **named, schedule=schedule, **switched)  # type: ignore[arg-type]
+        in_order = tuple(switch for switch in _SWITCHES if switch in switches)
+        return Layout(axis_sizes, **named, schedule=schedule, switches=in_order)
 
     def __str__(self) -> str:
         chunks = f"v{self.v}" if self.v else self.schedule or ""
@@ -274,26 +252,7 @@ class Layout:
             name += f"shard{self.shard}"
         if self.mbs is not None:
             name += f"mbs{self.mbs}"
-        switches = [
-            f"+{switch}" for switch, (name_of, value) in _SWITCHES.items() if getattr(self, name_of) == value
-        ]
-        return "".join((name or ("tp1" if switches else "one rank"), *switches))
-
-    def _with_schedule(self, parallel: ParallelConfig) -> ParallelConfig:
-        """Return the config with this layout's schedule; without a pipeline, without chunks."""
-        if self.v is None and self.schedule is None and self.size("pp") > 1:
-            return parallel
-        schedule = parallel.pipeline_schedule
-        if self.v is not None:
-            schedule = "interleaved"
-        elif self.schedule is not None:
-            schedule = _SCHEDULES[self.schedule]
-        return dataclasses.replace(
-            parallel,
-            pipeline_schedule=schedule,
-            num_virtual_stages_per_pipeline_rank=self.v,
-            num_layers_per_virtual_pipeline_stage=None,
-        )
+        return "+".join((name or ("tp1" if self.switches else "one rank"), *self.switches))
 
     def size(self, axis: str) -> int:
         """Return the number of ranks along an axis."""
@@ -314,50 +273,32 @@ class Layout:
         Raises:
             ConfigError: the config cannot run in this layout.
         """
-        first_layers = config.parallel.decoder_first_pipeline_num_layers
-        parallel = dataclasses.replace(
-            config.parallel.with_sizes(self.sizes),
-            data_parallel_shard_degree=self.shard,
-            num_distributed_optimizer_instances=None,
-            sequence_parallel=self.sp or config.parallel.sequence_parallel,
-            zero_stage=config.parallel.zero_stage if self.zero is None else self.zero,
-            fsdp_reshard_after_forward=("never" if self.kept else config.parallel.fsdp_reshard_after_forward),
-            tp_comm_overlap=self.overlap or config.parallel.tp_comm_overlap,
-            tp_comm_overlap_chunks=_CHUNKS if self.overlap else config.parallel.tp_comm_overlap_chunks,
-            overlap_param_gather=self.gather or config.parallel.overlap_param_gather,
-            cp_comm_type=self.cp_comm or config.parallel.cp_comm_type,
-            dynamic_context_parallel=self.dynamic or config.parallel.dynamic_context_parallel,
-            moe_token_dispatcher_type=self.dispatcher or config.parallel.moe_token_dispatcher_type,
-            decoder_first_pipeline_num_layers=1 if self.uneven else first_layers,
-        )
-        is_other_size = self.mbs not in (None, config.training.micro_batch_size)
-        if is_other_size and config.model.depends_on_micro_batch:
+        if config.model.depends_on_micro_batch and self.mbs not in (None, config.training.micro_batch_size):
             raise ConfigError(
                 ["another micro-batch size trains another run with --moe-router-load-balancing-type aux_loss"]
             )
-        parallel = self._with_schedule(parallel)
-        if parallel.pipeline_layers is not None:
-            even = dataclasses.replace(parallel, pipeline_layers=None)
-            if len(parallel.pipeline_layers) != num_stages(dataclasses.replace(config, parallel=even)):
-                parallel = even
-        training = dataclasses.replace(
-            config.training,
-            micro_batch_size=self.mbs or config.training.micro_batch_size,
+        options = {name: value for switch in self.switches for name, value in _SWITCHES[switch].items()}
+        if "offload" in self.switches:
+            options["cpu_offload_activations"] = max(1, config.recompute.cpu_offload_activations)
+            if config.optimizer.optimizer == "adam" and config.optimizer.optimizer_nvme_offload is None:
+                options["optimizer_cpu_offload"] = True
+        if self.mbs is not None:
+            options["micro_batch_size"] = self.mbs
+        if self.v is not None or self.schedule is not None or self.size("pp") == 1:
+            chosen = "interleaved" if self.v is not None else _SCHEDULES.get(self.schedule or "")
+            options["pipeline_schedule"] = chosen or config.parallel.pipeline_schedule
+            options["num_virtual_stages_per_pipeline_rank"] = self.v  # none without a pipeline
+            options["num_layers_per_virtual_pipeline_stage"] = None
+        sized = dataclasses.replace(config, parallel=config.parallel.with_sizes(self.sizes))
+        applied = with_fields(
+            sized,
+            data_parallel_shard_degree=self.shard,
+            num_distributed_optimizer_instances=None,
             global_batch_size=global_batch_size,
+            **options,
         )
-        offloaded = config.recompute.cpu_offload_activations
-        recompute = dataclasses.replace(
-            config.recompute,
-            recompute_granularity=self.recompute or config.recompute.recompute_granularity,
-            cpu_offload_activations=max(1, offloaded) if self.offload else offloaded,
-        )
-        is_adam, file = config.optimizer.optimizer == "adam", config.optimizer.optimizer_nvme_offload
-        in_memory = self.offload and is_adam and file is None
-        optimizer = dataclasses.replace(
-            config.optimizer, optimizer_cpu_offload=in_memory or config.optimizer.optimizer_cpu_offload
-        )
-        applied = dataclasses.replace(
-            config, parallel=parallel, training=training, recompute=recompute, optimizer=optimizer
-        )
+        if (layers := applied.parallel.pipeline_layers) is not None:
+            even = with_fields(applied, pipeline_layers=None)
+            applied = applied if len(layers) == num_stages(even) else even
         check_config(applied, self.world_size)
         return applied

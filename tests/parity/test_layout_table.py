@@ -190,7 +190,7 @@ TECHNIQUES = ("tp", "pp", "dp", "sp")
 
 def _techniques_of(name: str) -> set[str]:
     layout = Layout.parse(name)
-    return {*layout.sizes, *(["sp"] if layout.sp else [])}.intersection(TECHNIQUES)
+    return {*layout.sizes, *layout.switches}.intersection(TECHNIQUES)
 
 
 def _can_run(model: str, name: str) -> bool:

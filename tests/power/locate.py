@@ -17,9 +17,9 @@ from megalite.distributed.local_ranks import RankError
 from megalite.distributed.topology import Topology
 from megalite.train.run_context import Providers
 from megalite.utils.errors import UserError
-from megalite.verify.bisect import Location, locate_difference
 from megalite.verify.layouts import Layout
 from megalite.verify.trace_run import RankTrace, trace_rank
+from megalite.verify.verification import Location, locate_difference
 from tests.live_ranks import RANKS, run_ranks
 from tests.power.catalogue import CATALOGUE
 from tests.power.injected_error import InjectedError

@@ -21,9 +21,10 @@ from megalite.model.routing_record import RoutingRecord
 from megalite.train.train_step import IterationPlan, TrainStep
 from megalite.train.trainer import Trainer
 from megalite.utils.errors import UserError
-from megalite.verify.compare_runs import TOLERANCES, RunComparison, compare, verify_layouts
+from megalite.verify.compare_runs import TOLERANCES, RunComparison, compare
 from megalite.verify.layouts import Layout, layouts_named
 from megalite.verify.record_run import RunRecord, merge_stages, record_rank
+from megalite.verify.verification import verify_layouts
 from tests.live_ranks import record_run, run_ranks
 from tests.ranks.model.test_expert_dispatch import CONFIG
 

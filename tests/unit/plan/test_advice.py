@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from megalite.config import Config
+from megalite.config.fields import with_fields
 from megalite.frontends.command_line import parse
 from megalite.hardware.gpus import GPUS
 from megalite.plan.advice import NUM_REMEDIES, Device, advise, changes, divided_further
 from megalite.plan.communication import Cluster
-from megalite.plan.layout_fields import with_layout
 from megalite.plan.planned_run import PlannedRun
 from megalite.plan.rank_memory import rank_memories
 
@@ -133,7 +133,7 @@ def advised(line: str, world_size: int, memory: float) -> dict[str, str]:
 )
 def test_the_cheapest_zero_stage_that_fits_is_advised(stage: int, memory: float, flags: str | None) -> None:
     line = f"--preset llama3-8b --micro-batch-size 1 --recompute-granularity full --zero-stage {stage}"
-    sizes = [totals(with_layout(config_of(line), zero_stage=each), 16)[0] / 1e9 for each in range(4)]
+    sizes = [totals(with_fields(config_of(line), zero_stage=each), 16)[0] / 1e9 for each in range(4)]
     assert sizes == pytest.approx([160, 64, 32, 20], abs=0.5)
     assert advised(line, 16, memory).get("zero") == flags
 
@@ -153,7 +153,7 @@ def test_what_is_on_already_or_refused_is_not_advised() -> None:
     assert [remedy.change.flags for remedy in message] == ["--pp 2"]  # 3 heads have no half, 1 sample neither
     flags = {change.flags for change in changes(config, 1)}
     assert flags == {"--tp 2", "--pp 2", "--cpu-offload-activations 2"}
-    offloaded = with_layout(config, cpu_offload_activations=2)
+    offloaded = with_fields(config, cpu_offload_activations=2)
     assert {change.flags for change in changes(offloaded, 1)} == {"--tp 2", "--pp 2"}
 
 
@@ -161,7 +161,7 @@ def test_offload_is_advised_where_layers_are_recomputed_already() -> None:
     line = (
         "--preset llama3-70b --tp 8 --seq-length 65536 --max-position-embeddings 65536 --micro-batch-size 1"
     )
-    config = with_layout(config_of(line), recompute_granularity="full", optimizer_cpu_offload=True)
+    config = with_fields(config_of(line), recompute_granularity="full", optimizer_cpu_offload=True)
     found = {change.flags: saved for change, saved, _ in advise(config, 64, 0, DEVICE).remedies}
     assert found["--cpu-offload-activations 80"] > 50e9
 

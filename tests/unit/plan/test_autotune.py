@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from megalite.cli import plan as commands
+from megalite.config.fields import with_fields
 from megalite.config.validate import problems_of
 from megalite.frontends.command_line import parse
 from megalite.plan import autotune as tuning
 from megalite.plan.autotune import autotune
-from megalite.plan.layout_fields import layout_flags, with_layout
+from megalite.plan.layout_fields import layout_flags
 from megalite.plan.plan_request import read_request, training_tokens
 from megalite.plan.trial import DONE, Length, Trial, trial_config
 from megalite.utils.errors import UserError
@@ -33,7 +34,7 @@ def examples() -> list[str]:
 def test_training_accepts_what_the_help_s_examples_start(example: str) -> None:
     words = ["--search", *shlex.split(example.replace("--calibrate", "--gpu a100-80"))]
     request = read_request(words)
-    config, _ = parse(training_tokens(request, with_layout(request.config, zero_stage=1)))
+    config, _ = parse(training_tokens(request, with_fields(request.config, zero_stage=1)))
     assert problems_of(trial_config(config, Path("metrics.jsonl"), LENGTH), request.cluster.world_size) == []
 
 

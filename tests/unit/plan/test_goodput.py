@@ -14,13 +14,13 @@ from megalite.plan.estimate import RunPlan
 from megalite.plan.goodput import (
     FREE_SPARE,
     FailingRun,
+    GoodputPlan,
     compare_intervals,
     daly_interval,
     enough_spares,
     simulate_runs,
     young_interval,
 )
-from megalite.plan.goodput_plan import GoodputPlan
 from megalite.plan.plan_report import answer, goodput_of
 from megalite.plan.plan_request import read_request
 from megalite.plan.write_job import write_job
@@ -189,13 +189,13 @@ def test_every_option_changes_the_plan() -> None:
     assert share("--spare-nodes 1 --node-repair 1h", "waits") < 0.2
     assert share("--save-interval 5000", "lost") > 5 * share(kind="lost")
     assert goodput(f"{RUN} --save-interval-minutes 30").save_interval == pytest.approx(
-        30 * MINUTE / goodput(RUN).iteration
+        30 * MINUTE / goodput(RUN).plan.time.seconds
     )
 
 
 def test_async_saves_are_not_due_while_one_is_written() -> None:
     found = goodput(f"{RUN} --async-save --storage-gbps 20")
-    assert found.intervals.best * found.iteration >= 2 * found.save_seconds
+    assert found.intervals.best * found.plan.time.seconds >= 2 * found.save_seconds
     assert found.failing.blocked < 0.01 * found.save_seconds
 
 

@@ -12,7 +12,7 @@ import yaml
 
 from megalite.config.arguments import split_tokens
 from megalite.plan import job_files
-from megalite.plan.job_files import Kubernetes, Slurm, batch_script, pytorch_job
+from megalite.plan.job_files import Kubernetes, Slurm, StartedRun, batch_script, pytorch_job
 from megalite.plan.write_job import write_job
 from megalite.utils.errors import UserError
 
@@ -88,8 +88,7 @@ TOOLS = "scontrol srun scancel date head grep cut"
 
 
 def _script(slurm: Slurm, tokens: list[str], save: str | None, file: str = "job.sbatch") -> str:
-    settings = {"title": "", "file": file, "command": "train", "has_load": False, "warn_seconds": 300}
-    return batch_script(slurm, tokens, save=save, **settings)
+    return batch_script(slurm, StartedRun(tokens, "", file, "train", save), warn_seconds=300)
 
 
 def _started(folder: Path, scripts: list[str]) -> list[list[str]]:
@@ -260,8 +259,8 @@ def test_a_job_of_kubernetes_holds_every_value_as_text() -> None:
             *(f"/{each}" for each in values),
             f"--tokenizer-model={value}",
         ]
-        settings = {"title": "", "file": "f", "command": "train", "has_load": True, "grace_seconds": 300}
-        found = yaml.safe_load(pytorch_job(job, tokens, save="/runs/a", **settings))  # type: ignore[arg-type]
+        run = StartedRun(tokens, "", "f", "train", "/runs/a", has_load=True)
+        found = yaml.safe_load(pytorch_job(job, run, grace_seconds=300))
         assert found["metadata"]["name"] == "on"
         pod = found["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
         (container,) = pod["containers"]

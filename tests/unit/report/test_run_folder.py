@@ -13,7 +13,7 @@ import torch
 from megalite.cli.train import main
 from megalite.config import LoggingConfig
 from megalite.frontends.command_line import parse
-from megalite.hardware.gpu_query import device_name
+from megalite.hardware.gpus import device_name
 from megalite.report.page import page
 from megalite.report.run_folder import open_run, trace_summary
 from megalite.train.telemetry.dashboards import TensorBoardWriter

@@ -1,29 +1,14 @@
-"""Comparison of two runs, and what a verification changes of the config."""
+"""Comparison of two runs."""
 
 from __future__ import annotations
 
-import io
 import math
-import sys
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
-from megalite.config import Config
-from megalite.frontends.command_line import parse
-from megalite.utils.errors import UserError
-from megalite.verify import compare_runs
-from megalite.verify.compare_runs import (
-    FP16_LOSS_SCALE,
-    TOLERANCES,
-    compare,
-    verify_layouts,
-    with_constant_loss_scale,
-)
-from megalite.verify.layouts import Layout
+from megalite.verify.compare_runs import TOLERANCES, compare
 from megalite.verify.record_run import RunRecord
 
 REFERENCE = RunRecord(
@@ -136,48 +121,3 @@ def test_nan_is_never_the_same() -> None:
         replace(REFERENCE, weights=REFERENCE.weights | {"b": torch.tensor([math.nan])}),
     ):
         assert compare(run, REFERENCE).excesses(TOLERANCES["fp64"])
-
-
-@pytest.mark.parametrize(
-    ("dtype", "given", "expected"),
-    [("fp16", None, FP16_LOSS_SCALE), ("fp16", 8.0, 8.0), ("bf16", None, None)],
-)
-def test_only_a_dynamic_loss_scale_is_replaced(
-    dtype: str, given: float | None, expected: float | None
-) -> None:
-    config = Config()
-    config = replace(
-        config,
-        model=replace(config.model, params_dtype=dtype),
-        optimizer=replace(config.optimizer, loss_scale=given),
-    )
-    assert with_constant_loss_scale(config).optimizer.loss_scale == expected
-
-
-class _Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-@pytest.mark.parametrize("stream", [_Terminal, io.StringIO])
-def test_a_terminal_shows_which_run_comes_before_the_first_row(
-    stream: type[io.StringIO], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shown: list[str] = []
-
-    def record(config: Config, *_: Any, **options: Any) -> SimpleNamespace:
-        shown.append(sys.stderr.getvalue())  # type: ignore[attr-defined]
-        if config.parallel.mesh.smallest_world > 1:
-            raise UserError("a model without cuts")
-        return SimpleNamespace(routing=None)
-
-    monkeypatch.setattr(compare_runs, "record_run", record)
-    monkeypatch.setattr(sys, "stderr", stream())
-    config, _ = parse(["--preset", "llama-tiny", "--vocab-size", "256", "--mock-data", "--train-iters", "1"])
-    with pytest.raises(UserError, match="without cuts"):
-        verify_layouts(config, [Layout.parse("tp2"), Layout.parse("pp2")], 1)
-    last = [text.rpartition("\r")[2].removesuffix("\033[K") for text in shown]
-    assert last == (
-        ["run 1 of 3: one rank", "run 2 of 3: tp2", "run 3 of 3: pp2"] if stream is _Terminal else [""] * 3
-    )
-    assert sys.stderr.getvalue().endswith("\r\033[K" if stream is _Terminal else "")  # type: ignore[attr-defined]

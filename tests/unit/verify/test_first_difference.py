@@ -13,7 +13,8 @@ from torch import Tensor
 from megalite.distributed.axes import Slice
 from megalite.observe.operator_log import Collective
 from megalite.tensor_parallel.placement import Box
-from megalite.verify.first_difference import LIMITS, FirstDifference, first_difference
+from megalite.verify.compare_runs import TOLERANCES
+from megalite.verify.first_difference import FirstDifference, first_difference
 from megalite.verify.trace_run import Activation, RankTrace, StepTensor
 
 SIZE, BATCH = 4, 8
@@ -71,7 +72,7 @@ REFERENCE = _rank(_of_samples("layers.0.norm", "layers.0", "layers.1.norm", "lay
 
 
 def _found(*run: RankTrace, reference: RankTrace = REFERENCE) -> FirstDifference | None:
-    return first_difference(run, reference, 1, LIMITS["fp64"])[0]
+    return first_difference(run, reference, 1, TOLERANCES["fp64"])[0]
 
 
 def _cut_pairs(x: Tensor) -> Tensor:
@@ -97,7 +98,7 @@ def test_a_value_is_compared_with_its_place(
     reference = _rank(_of_samples("layers.0", cut=whole, features=features))
     activations = _of_samples("layers.0", size=size, cut=cut, features=features)
     run = _rank(activations, (), 2, 1, size, range(0, BATCH, size), positions)
-    assert first_difference([run], reference, 1, LIMITS["fp64"]) == (None, 0)
+    assert first_difference([run], reference, 1, TOLERANCES["fp64"]) == (None, 0)
     activations[-1].value.view(-1)[-1] += 0.5
     found = _found(run, reference=reference)
     assert found is not None
@@ -117,14 +118,14 @@ def test_elements_have_their_place_in_the_full_tensor() -> None:
 def test_a_shape_without_a_place_is_counted() -> None:
     run = _rank(_of_samples("layers.0", cut=lambda x: x[..., :5]), (), 2)
     reference = _rank(_of_samples("layers.0"))
-    assert first_difference([run], reference, 1, LIMITS["fp64"]) == (None, 1)
+    assert first_difference([run], reference, 1, TOLERANCES["fp64"]) == (None, 1)
 
 
 def test_positions_of_ranks_that_exchange_heads_are_not_cut_by_tp() -> None:
     """With a2a+p2p, a rank computes attention at the positions of several ranks, here at the last half."""
     run = _rank(_of_samples("layers.0", cut=lambda x: x[2:]), (), 2, 0, positions=Slice(3, 4))
     reference = _rank(_of_samples("layers.0"))
-    assert first_difference([run], reference, 1, LIMITS["fp64"]) == (None, 1)
+    assert first_difference([run], reference, 1, TOLERANCES["fp64"]) == (None, 1)
 
 
 def test_few_heads_are_not_cut_by_positions() -> None:
@@ -132,7 +133,7 @@ def test_few_heads_are_not_cut_by_positions() -> None:
     heads = _of_samples("layers.0", cut=lambda x: x.unflatten(-1, (2, 3)))
     last = _of_samples("layers.0", cut=lambda x: x.unflatten(-1, (2, 3))[:1, :, 1:])
     run = _rank(last, (), 2, 1, positions=Slice(0, 4))
-    assert first_difference([run], _rank(heads), 1, LIMITS["fp64"]) == (None, 0)
+    assert first_difference([run], _rank(heads), 1, TOLERANCES["fp64"]) == (None, 0)
 
 
 @pytest.mark.parametrize(("num_ranks", "count"), [(2, (None, 0)), (4, (None, 1))])
@@ -141,7 +142,7 @@ def test_exchanged_heads_are_in_the_order_of_the_ranks(num_ranks: int, count: tu
     heads = _of_samples("layers.0", cut=lambda x: x.unflatten(-1, (2, 3)))
     last = _of_samples("layers.0", cut=lambda x: x.unflatten(-1, (2, 3))[:, :, 1:])
     run = _rank(last, positions=Slice(1, num_ranks))
-    assert first_difference([run], _rank(heads), 1, LIMITS["fp64"]) == count
+    assert first_difference([run], _rank(heads), 1, TOLERANCES["fp64"]) == count
 
 
 def test_the_first_of_several_is_named() -> None:

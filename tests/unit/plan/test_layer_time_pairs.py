@@ -9,8 +9,7 @@ import pytest
 from megalite.pipeline.simulator import pairs_of_rank, training_actions
 from megalite.plan.communication import CONTENTION, Cluster
 from megalite.plan.iteration_time import _stages, least_seconds, makespan, time_step
-from megalite.plan.layer_time import model_work
-from megalite.plan.paired_actions import LayerSeconds, hidden_seconds, pair_savings
+from megalite.plan.layer_time import LayerSeconds, hidden_seconds, model_work, pair_savings
 from megalite.plan.planned_run import PlannedRun
 from megalite.plan.rank_memory import rank_memories
 from tests.unit.plan.test_layer_time_exchange import GPU, MODEL, config_of

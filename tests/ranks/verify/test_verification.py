@@ -16,9 +16,8 @@ from megalite.config import Config, DataConfig, OptimizerConfig, TrainingConfig
 from megalite.config.presets import PRESETS
 from megalite.distributed.collectives import copy_to_tensor_parallel, reduce_from_tensor_parallel
 from megalite.utils.errors import UserError
-from megalite.verify.bisect import Location, locate_difference
-from megalite.verify.compare_runs import verify_layouts
 from megalite.verify.layouts import Layout
+from megalite.verify.verification import Location, locate_difference, verify_layouts
 
 CONFIG = Config(
     model=replace(

@@ -1,8 +1,12 @@
-"""Which configs can be compared, and in which precision and how far they are traced."""
+"""What a verification changes of the config, what it shows, and in which precision and how far it traces."""
 
 from __future__ import annotations
 
+import io
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,11 +14,18 @@ import torch
 from megalite.config import Config, DataConfig, TrainingConfig
 from megalite.config.presets import PRESETS
 from megalite.distributed.axes import Slice
+from megalite.frontends.command_line import parse
 from megalite.train.run_context import Providers
 from megalite.utils.errors import UserError
-from megalite.verify.bisect import locate_difference
+from megalite.verify import verification
 from megalite.verify.layouts import Layout
 from megalite.verify.trace_run import Activation, RankTrace
+from megalite.verify.verification import (
+    FP16_LOSS_SCALE,
+    locate_difference,
+    verify_layouts,
+    with_constant_loss_scale,
+)
 
 CONFIG = Config(
     model=replace(PRESETS["gpt-tiny"], vocab_size=100, params_dtype="fp64"),
@@ -99,13 +110,45 @@ def test_fp64_comes_first(runs: FakeRuns, dtypes: list[str], text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("other", "named"),
-    [
-        (replace(ALONE, training=replace(ALONE.training, seed=7)), "--seed is 1234 and 7"),
-        (replace(ALONE, data=replace(ALONE.data, data_path=("other",))), "--data-path is .* and .*other"),
-        (replace(ALONE, model=replace(ALONE.model, num_layers=2)), "--num-layers is 4 and 2"),
-    ],
+    ("dtype", "given", "expected"),
+    [("fp16", None, FP16_LOSS_SCALE), ("fp16", 8.0, 8.0), ("bf16", None, None)],
 )
-def test_runs_that_are_not_the_same_are_refused(other: Config, named: str) -> None:
-    with pytest.raises(UserError, match=f"the two layouts cannot be compared: .*{named}"):
-        locate_difference(LAYOUT, other, 2, 1, trace=FakeRuns(9))
+def test_only_a_dynamic_loss_scale_is_replaced(
+    dtype: str, given: float | None, expected: float | None
+) -> None:
+    config = Config()
+    config = replace(
+        config,
+        model=replace(config.model, params_dtype=dtype),
+        optimizer=replace(config.optimizer, loss_scale=given),
+    )
+    assert with_constant_loss_scale(config).optimizer.loss_scale == expected
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("stream", [_Terminal, io.StringIO])
+def test_a_terminal_shows_which_run_comes_before_the_first_row(
+    stream: type[io.StringIO], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[str] = []
+
+    def record(config: Config, *_: Any, **options: Any) -> SimpleNamespace:
+        shown.append(sys.stderr.getvalue())  # type: ignore[attr-defined]
+        if config.parallel.mesh.smallest_world > 1:
+            raise UserError("a model without cuts")
+        return SimpleNamespace(routing=None)
+
+    monkeypatch.setattr(verification, "record_run", record)
+    monkeypatch.setattr(sys, "stderr", stream())
+    config, _ = parse(["--preset", "llama-tiny", "--vocab-size", "256", "--mock-data", "--train-iters", "1"])
+    with pytest.raises(UserError, match="without cuts"):
+        verify_layouts(config, [Layout.parse("tp2"), Layout.parse("pp2")], 1)
+    last = [text.rpartition("\r")[2].removesuffix("\033[K") for text in shown]
+    assert last == (
+        ["run 1 of 3: one rank", "run 2 of 3: tp2", "run 3 of 3: pp2"] if stream is _Terminal else [""] * 3
+    )
+    assert sys.stderr.getvalue().endswith("\r\033[K" if stream is _Terminal else "")  # type: ignore[attr-defined]
