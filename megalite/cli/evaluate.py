@@ -4,9 +4,9 @@ megalite evaluate --load runs/quickstart/checkpoints --split valid
 megalite evaluate --load runs/llama/checkpoints --tasks hellaswag,arc_easy
 
 The checkpoint's config defines the model and tokenizer. A checkpoint from any layout can be loaded. Under
-torchrun, layers are sharded over --tp ranks, samples are cut over --cp ranks, and the text is distributed
-over the replicas. --tasks needs lm-evaluation-harness (pip install "megalite[eval]"), which loads the data of
-its tasks.
+torchrun, layers are sharded over tensor-parallel ranks, samples are cut over context-parallel ranks, and the
+text is distributed over the replicas. --tasks needs lm-evaluation-harness (pip install "megalite[eval]"),
+which loads the data of its tasks.
 """
 
 from __future__ import annotations
@@ -15,11 +15,7 @@ import argparse
 import dataclasses
 import importlib.util
 import json
-import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-
-import torch.distributed as dist
 
 from megalite.data.tokenizers.tokenizer_digest import check_tokenizer
 from megalite.distributed.topology import Topology
@@ -31,6 +27,7 @@ from megalite.generate.evaluate_text import (
     evaluate_split,
     evaluate_texts,
 )
+from megalite.generate.prompts import from_first_rank, read_text
 from megalite.generate.trained_model import ModelFlags, TrainedModel, open_trained, start_ranks, tokenizer_of
 from megalite.utils.errors import UserError
 
@@ -110,7 +107,8 @@ def _results(
     options = WindowOptions(seq_length, flags.stride or seq_length, batch_size)
     if flags.text:
         tokenizer = tokenizer_of(trained, model_flags, topology)
-        yield from evaluate_texts(trained, _texts(flags.text, topology), tokenizer, options, topology)
+        texts = from_first_rank(lambda: {path: read_text(path, "--text") for path in flags.text}, topology)
+        yield from evaluate_texts(trained, texts, tokenizer, options, topology)
         return
     if (model_flags.tokenizer or config.data).resolved_tokenizer_type is not None:
         tokenizer = tokenizer_of(trained, model_flags, topology)
@@ -129,40 +127,24 @@ def _print_tasks(
     """
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError('--tasks needs lm-evaluation-harness: pip install "megalite[eval]"')
-    from megalite.generate.benchmark_tasks import TaskOptions, evaluate_tasks, table_of
+    from lm_eval.utils import make_table
 
-    options = TaskOptions(
+    from megalite.generate.benchmark_tasks import evaluate_tasks
+
+    results = evaluate_tasks(
+        trained,
+        tokenizer_of(trained, model_flags, topology),
+        topology,
         flags.tasks.split(","),
-        flags.task_folder,
-        flags.num_fewshot,
-        flags.limit,
-        flags.micro_batch_size or trained.config.training.micro_batch_size,
+        folder=flags.task_folder,
+        num_fewshot=flags.num_fewshot,
+        limit=flags.limit,
+        batch_size=flags.micro_batch_size or trained.config.training.micro_batch_size,
     )
-    tokenizer = tokenizer_of(trained, model_flags, topology)
-    results = evaluate_tasks(trained, tokenizer, options, topology)
     if topology.rank == 0 and results is not None:
         scores = {name: results[name] for name in ("results", "n-shot", "n-samples")}
         record = {"iteration": trained.iteration, **scores}
-        print(json.dumps(record, default=str) if flags.json else table_of(results), flush=True)
-
-
-def _texts(paths: Sequence[str], topology: Topology) -> dict[str, str]:
-    """Read the texts on the first rank; all ranks return them, by file name."""
-    read: list[dict[str, str]] = [{}]
-    with topology.agreed():
-        if topology.rank == 0:
-            read = [{path: _read(path) for path in paths}]
-    dist.broadcast_object_list(read, src=0)
-    return read[0]
-
-
-def _read(path: str) -> str:
-    try:
-        return (sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()).decode()
-    except OSError as error:
-        raise UserError(f"--text {path} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise UserError(f"--text {path} is not UTF-8") from None
+        print(json.dumps(record, default=str) if flags.json else make_table(results), flush=True)
 
 
 def _line(result: EvaluationResult) -> str:

@@ -4,8 +4,9 @@ megalite generate --load runs/quickstart/checkpoints --prompt "In the beginning"
 
 The checkpoint's config defines the model and tokenizer. A checkpoint from any layout can be loaded. A single
 sample of a single prompt is printed while it is generated; otherwise text is printed when its batch is
-complete. Under torchrun, layers are sharded over --tp ranks, the keys and values of a long prompt are divided
-over --cp ranks, and prompts are distributed over the replicas. The text is the same in any layout and batch.
+complete. Under torchrun, layers are sharded over tensor-parallel ranks, the keys and values of a long prompt
+are divided over context-parallel ranks, and prompts are distributed over the replicas. The text is the same
+in any layout and batch.
 """
 
 from __future__ import annotations
@@ -17,13 +18,11 @@ import sys
 import time
 from collections.abc import Sequence
 
-import torch.distributed as dist
-
 from megalite.attention.cache import CachedCore
 from megalite.distributed.topology import Topology
 from megalite.frontends.tool_parser import ToolParser, positive_int
 from megalite.generate.generator import CompletionWriter, Generator, Prompt
-from megalite.generate.prompts import as_questions, prompts_of, read_prompts
+from megalite.generate.prompts import as_questions, from_first_rank, prompts_of, read_prompts
 from megalite.generate.sampling import Sampler, Sampling
 from megalite.generate.trained_model import (
     ModelFlags,
@@ -44,7 +43,7 @@ def main(arguments: Sequence[str]) -> None:
     with start_ranks(model_flags, vars(flags)) as topology:
         trained = open_trained(model_flags, topology)
         tokenizer = tokenizer_of(trained, model_flags, topology)
-        texts = _texts(flags, topology)
+        texts = from_first_rank(lambda: read_prompts(flags.prompt, flags.prompt_file), topology)
         if flags.chat:
             texts = as_questions(texts, tokenizer)
         prompts = prompts_of(texts, tokenizer, trained.config.model, flags.max_new_tokens)
@@ -103,16 +102,6 @@ def _flags(arguments: Sequence[str]) -> argparse.Namespace:
     text.add_argument("--batch-size", type=positive_int, default=8, help="prompts per batch (default 8)")
     ModelFlags.add_to(parser)
     return parser.parse_args(arguments)
-
-
-def _texts(flags: argparse.Namespace, topology: Topology) -> list[str]:
-    """Read the prompts on the first rank, and return them on all ranks."""
-    read: list[list[str]] = [[]]
-    with topology.agreed():
-        if topology.rank == 0:
-            read = [read_prompts(flags.prompt, flags.prompt_file)]
-    dist.broadcast_object_list(read, src=0)
-    return read[0]
 
 
 def _stream(writer: CompletionWriter, text: str, prompt: Prompt) -> int:

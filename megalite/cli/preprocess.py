@@ -29,8 +29,8 @@ from megalite.data.preprocessing.preprocess import (
 from megalite.data.preprocessing.preprocessing_report import skipped_text
 from megalite.data.tokenizers.tokenizer import TOKENIZER_TYPES, TokenizerFiles
 from megalite.frontends.tool_parser import ToolParser, positive_int
-from megalite.utils.errors import ConfigError, UserError
-from megalite.utils.log import log
+from megalite.utils.errors import ConfigError
+from megalite.utils.log import ProgressLine, log
 
 _SECONDS_BETWEEN_LINES = 2.0
 DEFAULT_CHAT_KEY = "messages"
@@ -259,7 +259,12 @@ def parse_job(arguments: list[str]) -> tuple[PreprocessJob, int | None]:
     if len(set(json_keys)) < len(json_keys):
         problems.append("--json-keys names a key twice")
     problems += _chat_problems(args) if args.chat else []
-    passed = _passed(args)
+    # The flags that were passed or have a default, by their name in the namespace.
+    passed = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in vars(args).items()
+        if value is not None and value is not False
+    }
     problems += [
         f"{flag_with_value(name, passed[name])} is not supported: {fix}"
         for name, (_, fix) in _REFUSED.items()
@@ -288,7 +293,18 @@ def parse_job(arguments: list[str]) -> tuple[PreprocessJob, int | None]:
     )
     if problems:
         raise ConfigError([*problems, *problems_of(job)])
-    sys.stderr.writelines(f"note: {notice}\n" for notice in _notices(args))
+    notices = [
+        f"{flag_with_value(name, passed[name])} is not needed: {why}"
+        for name, (_, why) in _NOT_NEEDED.items()
+        if name in passed
+    ]
+    if not args.split_sentences:
+        notices += [
+            f"{flag_with_value(name, passed[name])} has no effect without --split-sentences"
+            for name in ("lang", "keep_newlines")
+            if name in passed
+        ]
+    sys.stderr.writelines(f"note: {notice}\n" for notice in notices)
     return job, args.log_interval
 
 
@@ -303,28 +319,6 @@ def _chat_problems(args: argparse.Namespace) -> list[str]:
     return problems
 
 
-def _passed(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the flags that were passed or have a default, by their name in the namespace."""
-    passed = {name: value for name, value in vars(args).items() if value is not None and value is not False}
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in passed.items()}
-
-
-def _notices(args: argparse.Namespace) -> list[str]:
-    passed = _passed(args)
-    notices = [
-        f"{flag_with_value(name, passed[name])} is not needed: {why}"
-        for name, (_, why) in _NOT_NEEDED.items()
-        if name in passed
-    ]
-    if not args.split_sentences:
-        notices += [
-            f"{flag_with_value(name, passed[name])} has no effect without --split-sentences"
-            for name in ("lang", "keep_newlines")
-            if name in passed
-        ]
-    return notices
-
-
 def _describe(progress: PreprocessingProgress) -> str:
     return (
         f"{progress.num_documents:,} documents, {progress.num_tokens:,} tokens, "
@@ -333,49 +327,41 @@ def _describe(progress: PreprocessingProgress) -> str:
     )
 
 
-class _ProgressBar:
-    """Progress on stderr: one changing line on a terminal, otherwise a line every few seconds.
+class _Progress:
+    """Progress on standard error: one changing line on a terminal, otherwise a line every few seconds.
 
     Args:
-        log_interval: number of documents between lines, instead of seconds.
+        log_interval: number of documents between lines, also on a terminal; None for seconds.
     """
 
-    def __init__(self, log_interval: int | None) -> None:
-        self._last = time.monotonic()
+    def __init__(self, line: ProgressLine, log_interval: int | None) -> None:
+        self._line = line
         self._log_interval = log_interval
-        self._num_logged = 0
-        self._terminal = sys.stderr.isatty() and log_interval is None
+        self._changes_line = sys.stderr.isatty() and log_interval is None
+        self._last, self._num_logged = time.monotonic(), 0
+
+    def __call__(self, progress: PreprocessingProgress) -> None:
+        if not self._changes_line and not self._is_due(progress.num_documents):
+            return
+        share, left = progress.share, progress.seconds_left
+        text = _describe(progress)
+        if share is not None and left is not None:
+            filled = int(20 * share)
+            bar = f"[{'#' * filled}{'.' * (20 - filled)}] {share:4.0%}"
+            text = f"{bar} {text}, {datetime.timedelta(seconds=round(left))} left"
+        if self._changes_line:
+            self._line(text)
+        else:
+            print(text, file=sys.stderr, flush=True)
 
     def _is_due(self, num_documents: int) -> bool:
         if self._log_interval is not None:
             before, self._num_logged = self._num_logged, num_documents // self._log_interval
             return self._num_logged > before
-        if time.monotonic() - self._last < (0.2 if self._terminal else _SECONDS_BETWEEN_LINES):
+        if time.monotonic() - self._last < _SECONDS_BETWEEN_LINES:
             return False
         self._last = time.monotonic()
         return True
-
-    def __call__(self, progress: PreprocessingProgress) -> None:
-        if not self._is_due(progress.num_documents):
-            return
-        share, left = progress.share, progress.seconds_left
-        line = _describe(progress)
-        if share is not None and left is not None:
-            filled = int(20 * share)
-            bar = f"[{'#' * filled}{'.' * (20 - filled)}] {share:4.0%}"
-            line = f"{bar} {line}, {datetime.timedelta(seconds=round(left))} left"
-        print(
-            f"\r{line}\033[K" if self._terminal else line, end="" if self._terminal else "\n", file=sys.stderr
-        )
-        sys.stderr.flush()
-
-    def __enter__(self) -> _ProgressBar:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Clear the line."""
-        if self._terminal:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
 class _Ended(KeyboardInterrupt):
@@ -397,30 +383,26 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run the command, and exit with its status, or with the status of a signal that ends it at any time."""
+    """Run the command. A signal that ends it at any time sets the exit status."""
     try:
         for number in _END_SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(number, _end)
-        raise SystemExit(_run(list(arguments)))
+        _run(list(arguments))
     except _Ended as ended:
         name = "interrupted" if ended.number == signal.SIGINT else signal.Signals(ended.number).name
         sys.stderr.write(f"{name}: run the same command with --resume to continue\n")
         raise SystemExit(128 + ended.number) from None
 
 
-def _run(arguments: list[str]) -> int:
-    try:
-        job, log_interval = parse_job(arguments)
-        with _ProgressBar(log_interval) as bar:
-            summary = preprocess(job, bar)
-    except UserError as error:
-        sys.stderr.writelines(f"error: {line}\n" for line in str(error).splitlines())
-        return 1
+def _run(arguments: list[str]) -> None:
+    job, log_interval = parse_job(arguments)
+    with ProgressLine() as line:
+        summary = preprocess(job, _Progress(line, log_interval))
     outputs = ", ".join(f"{job.prefix(key)}.bin and .idx" for key in job.json_keys)
     if summary.was_complete:
         print(f"{outputs}: complete already")
-        return 0
+        return
     print(f"wrote {outputs}: {_describe(summary.progress)}")
     if summary.progress.num_documents == 1:
         has_text = any(input_kind(file, job.text_documents) == "file" for file in find_inputs(job.inputs))
@@ -439,4 +421,3 @@ def _run(arguments: list[str]) -> int:
                 report.prefix,
                 "once" if count == 1 else f"{count:,} times",
             )
-    return 0

@@ -20,6 +20,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
+from megalite.config.option import flag_of
+from megalite.distributed.axes import MODEL
 from megalite.frontends.command_line import parse
 from megalite.frontends.tool_parser import ToolParser, positive_int
 from megalite.utils.errors import UserError
@@ -30,9 +32,6 @@ from megalite.verify.verification import bisect_layouts, verify_layouts
 _LAYOUTS = """names separated by commas: sizes of tp, pp, dp and mbs, with v2 (chunks), zb, zbv, dpv or gpipe
 after pp, and switches after a plus: tp2pp2, pp4zb, tp2pp2v2dp2+sp+zero1+gather+full; 'default' tests each
 technique once, and 'all' also combinations"""
-
-_CP_OPTIONS = ("--cp-comm-type ", "--hierarchical-context-parallel-sizes ", "--dynamic-context-parallel ")
-"""Beginnings of the notices that an option has no effect because the config has no context parallelism."""
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -65,9 +64,10 @@ def main(arguments: Sequence[str]) -> None:
     if config.training.replay_routing_from is not None:
         raise UserError("--replay-routing-from has no effect on a comparison: pass --replay-routing instead")
     layouts = layouts_named(own.layouts, config)
-    has_cp = any("cp" in layout.sizes for layout in layouts)
-    # Layouts with cp use these options.
-    log_notes(notice for notice in notices if not (has_cp and notice.startswith(_CP_OPTIONS)))
+    divided = [axis for axis in MODEL.axes if any(axis.name in layout.sizes for layout in layouts)]
+    # These layouts use options without effect in a config whose axis has one rank.
+    one_rank = tuple(f"{flag} is 1" for axis in divided for flag in (axis.flag, flag_of(axis.field)))
+    log_notes(notice for notice in notices if not notice.endswith(one_rank))
     if own.bisect:
         if own.worst is not None:
             raise UserError("--worst has no effect with --bisect, which shows one tensor: remove it")

@@ -9,7 +9,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,7 +24,7 @@ from lm_eval.models.utils import (
     postprocess_generated_text,
 )
 from lm_eval.tasks import TaskManager
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, make_table
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 
 from megalite.attention.cache import CachedCore
@@ -45,41 +44,25 @@ Request = TypeVar("Request")
 Answer = TypeVar("Answer")
 
 
-@dataclass(frozen=True)
-class TaskOptions:
-    """Tasks to evaluate, and how.
+def known_tasks(names: Sequence[str], folder: str | None, flags: tuple[str, str]) -> TaskManager:
+    """Return the known tasks, with those of a folder of YAML files.
 
-    Attributes:
+    Args:
         names: names of tasks, groups or tags, with wildcards.
-        folder: folder of further tasks, as YAML files; None for none.
-        num_fewshot: examples before each question; None for the task's own number.
-        limit: largest number of questions per task; None for all.
-        batch_size: requests per batch of a replica.
         flags: flags of the names and of the folder, for messages.
+
+    Raises:
+        UserError: a name matches no task.
     """
-
-    names: Sequence[str]
-    folder: Path | None
-    num_fewshot: int | None
-    limit: int | None
-    batch_size: int
-    flags: tuple[str, str] = ("--tasks", "--task-folder")
-
-    def manager(self) -> TaskManager:
-        """Return the known tasks.
-
-        Raises:
-            UserError: a name matches none of them.
-        """
-        manager = TaskManager(include_path=None if self.folder is None else str(self.folder))
-        for name in self.names:
-            if not manager.match_tasks([name]):
-                where = "" if self.folder is None else f", and {self.folder} has no such task"
-                raise UserError(
-                    f"{self.flags[0]} {name}: lm-evaluation-harness does not know it{where}: "
-                    f"`lm-eval ls tasks` lists all, and {self.flags[1]} adds a folder of YAML files"
-                )
-        return manager
+    manager = TaskManager(include_path=folder)
+    for name in names:
+        if not manager.match_tasks([name]):
+            where = "" if folder is None else f", and {folder} has no such task"
+            raise UserError(
+                f"{flags[0]} {name}: lm-evaluation-harness does not know it{where}: "
+                f"`lm-eval ls tasks` lists all, and {flags[1]} adds a folder of YAML files"
+            )
+    return manager
 
 
 @contextmanager
@@ -92,25 +75,39 @@ def data_loaded() -> Iterator[None]:
 
 
 def evaluate_tasks(
-    trained: TrainedModel, tokenizer: Tokenizer, options: TaskOptions, topology: Topology
+    trained: TrainedModel,
+    tokenizer: Tokenizer,
+    topology: Topology,
+    names: Sequence[str],
+    *,
+    folder: Path | None = None,
+    num_fewshot: int | None = None,
+    limit: int | None = None,
+    batch_size: int,
 ) -> Mapping[str, Any] | None:
     """Return the harness's results on the first rank of each node, and None on the others.
 
     Every rank must call it.
+
+    Args:
+        names, folder: see `known_tasks`.
+        num_fewshot: examples before each question; None for the task's own number.
+        limit: largest number of questions per task; None for all.
+        batch_size: requests per batch of a replica.
 
     Raises:
         UserError: a task is unknown, or its data cannot be loaded. Every rank raises it.
     """
     trained.check_is_gpt("--tasks evaluates")
     with topology.agreed():
-        manager = options.manager()
-    model = HarnessModel(trained, tokenizer, options.batch_size, topology)
+        manager = known_tasks(names, None if folder is None else str(folder), ("--tasks", "--task-folder"))
+    model = HarnessModel(trained, tokenizer, batch_size, topology)
     with data_loaded():
         return simple_evaluate(
             model,
-            tasks=manager.match_tasks([*options.names]),
-            num_fewshot=options.num_fewshot,
-            limit=options.limit,
+            tasks=manager.match_tasks([*names]),
+            num_fewshot=num_fewshot,
+            limit=limit,
             task_manager=manager,
             log_samples=False,
         )
@@ -126,11 +123,6 @@ def token_scores(part: Tensor, targets: Tensor, vocab_size: int, tp: Axis) -> tu
     logits = all_gather_from(part, tp)[:, :vocab_size]
     logs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
     return logs.gather(-1, targets[:, None])[:, 0].double(), logits.argmax(-1) == targets
-
-
-def table_of(results: Mapping[str, Any]) -> str:
-    """Return the results as the harness's table."""
-    return str(make_table(results))
 
 
 TokenWindow = tuple[list[int], list[int]]
@@ -279,24 +271,14 @@ class HarnessModel(TaskModel):
             [token for row, count in zip(rows, counts, strict=True) for token in row[len(row) - count :]],
             device=hidden.device,
         )
-        values, are_best = self._log_likelihoods(hidden[places[:, 0], places[:, 1]], targets)
-        scores = zip(values.split(counts), are_best.split(counts), strict=True)
+        hidden = hidden[places[:, 0], places[:, 1]]  # [n, h]
+        of_tokens = [
+            token_scores(self.stage.logits(part[:, None])[:, 0], tokens, self.vocab_size, self.topology.tp)
+            for part, tokens in zip(hidden.split(ROWS), targets.split(ROWS), strict=True)
+        ]
+        values, are_best = (torch.cat(each).split(counts) for each in zip(*of_tokens, strict=True))
+        scores = zip(values, are_best, strict=True)
         return [(float(value.sum()), bool(is_best.all())) for value, is_best in scores]
-
-    def _log_likelihoods(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the log-likelihood of each target, and whether it is the likeliest token.
-
-        Args:
-            hidden: ``[n, h]``.
-            targets: int64 ``[n]``.
-        """
-        values, are_best = [], []
-        for rows, tokens in zip(hidden.split(ROWS), targets.split(ROWS), strict=True):
-            part = self.stage.logits(rows[:, None])[:, 0]  # [n, v/tp]
-            value, is_best = token_scores(part, tokens, self.vocab_size, self.topology.tp)
-            values.append(value)
-            are_best.append(is_best)
-        return torch.cat(values), torch.cat(are_best)
 
     @torch.inference_mode()
     def _continue(self, contexts: Sequence[tuple[int, list[int]]], options: Mapping[str, Any]) -> list[str]:
@@ -310,18 +292,14 @@ class HarnessModel(TaskModel):
             )
         prompts = [Prompt(number, (ids or [self.eot_token_id])[-room:], count) for number, ids in contexts]
         stop = handle_stop_sequences(options["until"], None)
-        rows: list[list[int]] = [[] for _ in prompts]
 
-        def is_complete(row: int) -> bool:
-            text = text_of(self.tokens, prompts[row].ids, rows[row])
+        def is_complete(prompt: Prompt, ids: list[int]) -> bool:
+            text = text_of(self.tokens, prompt.ids, ids)
             return any(each and each in text for each in stop)
 
         generator = Generator(self.stage, self._sampler(options["temperature"]), end_of_document(self.tokens))
-        for step in generator(prompts, is_complete=is_complete):
-            for row, token in step.items():
-                rows[row].append(token)
         texts = []
-        for prompt, ids in zip(prompts, rows, strict=True):
+        for prompt, ids in zip(prompts, generator.complete(prompts, is_complete=is_complete), strict=True):
             kept = ids[:-1] if ids[-1:] == [generator.eod] else ids
             text = text_of(self.tokens, prompt.ids, kept)
             texts.append(str(postprocess_generated_text(text, stop, None)))

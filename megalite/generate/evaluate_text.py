@@ -5,7 +5,6 @@ Texts and corpora are streams of tokens, which the model reads in windows.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -77,31 +76,6 @@ def windows(pieces: Iterable[npt.NDArray[Any]], seq_length: int, stride: int) ->
 
 
 @dataclass(frozen=True)
-class TextLoss:
-    """Loss of a text.
-
-    Attributes:
-        total: sum of the tokens' losses, in nats.
-        num_tokens: number of predicted tokens.
-        num_bytes: size of the text in UTF-8; None if only its tokens are known.
-    """
-
-    total: float
-    num_tokens: int
-    num_bytes: int | None = None
-
-    @property
-    def mean(self) -> float:
-        """Return the loss per token."""
-        return self.total / self.num_tokens
-
-    @property
-    def bits_per_byte(self) -> float | None:
-        """Return the loss in bits per byte, which compares models with different tokenizers."""
-        return self.total / math.log(2.0) / self.num_bytes if self.num_bytes else None
-
-
-@dataclass(frozen=True)
 class LossMeter:
     """Loss of windows with one model. Every rank must pass the same windows.
 
@@ -117,8 +91,11 @@ class LossMeter:
     batch_size: int
 
     @torch.inference_mode()
-    def __call__(self, windows: Iterable[Window]) -> TextLoss:
-        """Return the loss of the counted tokens; batches are distributed over data-parallel replicas."""
+    def __call__(self, windows: Iterable[Window]) -> tuple[float, int]:
+        """Return the summed loss of the counted tokens, in nats, and their number.
+
+        Batches are distributed over data-parallel replicas.
+        """
         ranks, device = self.topology.sample_ranks, self.topology.device
         sums = torch.zeros(2, dtype=torch.float64, device=device)  # losses and tokens
         interval, num_windows = LineInterval(), 0
@@ -130,7 +107,7 @@ class LossMeter:
                 log.info("evaluated %s windows", f"{num_windows:,}")
         sums = broadcast_from_last(all_reduce(sums, self.topology.loss_ranks), self.stage)
         total, num_tokens = sums.tolist()
-        return TextLoss(total, int(num_tokens))
+        return total, int(num_tokens)
 
     def _sums(self, batch: list[Window]) -> torch.Tensor:
         """Return the summed loss and the number of the counted tokens of a batch, ``[2]``.
@@ -178,7 +155,8 @@ class EvaluationResult:
         name: name of the text, corpus or dataset.
         loss: mean over the tokens.
         num_tokens: number of tokens in the mean; None if unknown.
-        bits_per_byte: loss per byte of text; None if the size in bytes is unknown.
+        bits_per_byte: loss per byte of text in UTF-8, which compares models with different tokenizers; None
+            if the size in bytes is unknown.
         other_losses: means of further terms of the loss by name.
     """
 
@@ -194,15 +172,16 @@ class EvaluationResult:
         return math.exp(min(self.loss, 20.0))
 
     @staticmethod
-    def of(name: str, measured: TextLoss) -> EvaluationResult:
-        """Return the result for a measured loss.
+    def of(name: str, total: float, num_tokens: int, num_bytes: int = 0) -> EvaluationResult:
+        """Return the result for a sum of losses, in nats, over a text of `num_bytes`, 0 if unknown.
 
         Raises:
             UserError: there is no token to predict.
         """
-        if measured.num_tokens == 0:
+        if num_tokens == 0:
             raise UserError(f"{name} has no token to predict: pass more text")
-        return EvaluationResult(name, measured.mean, measured.num_tokens, measured.bits_per_byte)
+        bits_per_byte = total / math.log(2.0) / num_bytes if num_bytes else None
+        return EvaluationResult(name, total / num_tokens, num_tokens, bits_per_byte)
 
 
 @dataclass(frozen=True)
@@ -219,17 +198,20 @@ class WindowOptions:
     stride: int
     batch_size: int
 
-    def check(self, config: Config, cp: int) -> None:
-        """Check the options against the model, and against the number of context-parallel ranks.
+    def check(self, config: Config, topology: Topology) -> None:
+        """Check the options against the model, and against the ranks that cut a window.
 
         Raises:
             UserError: the stride skips tokens, the model has too few positions, or ranks cannot cut a window.
         """
-        if cp > 1 and self.seq_length % (2 * cp):
-            multiple = -(-self.seq_length // (2 * cp)) * 2 * cp
+        ranks = topology.position_ranks
+        num_slices = 2 * ranks.size
+        if ranks.size > 1 and self.seq_length % num_slices:
+            multiple = -(-self.seq_length // num_slices) * num_slices
             raise UserError(
-                f"--cp {cp} cuts a window into {2 * cp} slices, which --seq-length {self.seq_length} is not "
-                f"divisible by: pass --seq-length {multiple}, or another --cp"
+                f"--{ranks.name} {ranks.size} cuts a window into {num_slices} slices, which --seq-length "
+                f"{self.seq_length} is not divisible by: pass --seq-length {multiple}, or another "
+                f"--{ranks.name}"
             )
         if self.stride > self.seq_length:
             raise UserError(
@@ -260,19 +242,15 @@ def evaluate_texts(
     meter = _meter(trained, options, topology)
     eod = end_of_document(tokenizer)
     start = [] if eod is None else [eod]
-    results = []
+    total, total_tokens, total_bytes = 0.0, 0, 0
     for name, text in texts.items():
         ids = np.array(start + tokenizer.encode(text), np.int64)
-        sums = meter(windows([ids], options.seq_length, options.stride))
-        results.append(dataclasses.replace(sums, num_bytes=len(text.encode())))
-        yield EvaluationResult.of(name, results[-1])
-    if len(results) > 1:
-        total = TextLoss(
-            sum(each.total for each in results),
-            sum(each.num_tokens for each in results),
-            sum(each.num_bytes or 0 for each in results),
-        )
-        yield EvaluationResult.of("all", total)
+        loss, num_tokens = meter(windows([ids], options.seq_length, options.stride))
+        num_bytes = len(text.encode())
+        yield EvaluationResult.of(name, loss, num_tokens, num_bytes)
+        total, total_tokens, total_bytes = total + loss, total_tokens + num_tokens, total_bytes + num_bytes
+    if len(texts) > 1:
+        yield EvaluationResult.of("all", total, total_tokens, total_bytes)
 
 
 def evaluate_corpus(
@@ -287,7 +265,7 @@ def evaluate_corpus(
         corpus = IndexedDataset(prefix)
     stream = _sequences(corpus, trained.vocab_size)
     sums = _meter(trained, options, topology)(windows(stream, options.seq_length, options.stride))
-    return EvaluationResult.of(prefix, sums)
+    return EvaluationResult.of(prefix, *sums)
 
 
 def _sequences(corpus: IndexedDataset, vocab_size: int) -> Iterator[npt.NDArray[Any]]:
@@ -302,7 +280,7 @@ def _sequences(corpus: IndexedDataset, vocab_size: int) -> Iterator[npt.NDArray[
 
 
 def _meter(trained: TrainedModel, options: WindowOptions, topology: Topology) -> LossMeter:
-    options.check(trained.config, topology.positions.count)
+    options.check(trained.config, topology)
     trained.check_is_gpt("--text and --data-path evaluate")
     ends = _document_ends(trained.config, topology)
     stage = load_model(trained, topology, has_documents=trained.config.data.masks_attention)
@@ -352,11 +330,11 @@ def _run_config(trained: TrainedModel, parallel: ParallelConfig, micro_batch_siz
     """Return the run's config for this process' layout, with the global batch size of the checkpoint."""
     training = trained.config.training
     saved = trained.manifest.description["run"].get("global_batch_size")
-    return dataclasses.replace(
+    return replace(
         trained.config,
         parallel=parallel,
         recompute=RecomputeConfig(),
-        training=dataclasses.replace(
+        training=replace(
             training,
             micro_batch_size=micro_batch_size or training.micro_batch_size,
             global_batch_size=saved or training.global_batch_size,

@@ -1,6 +1,6 @@
 """Generate tokens after prompts, and complete many prompts in batches over data-parallel replicas.
 
-Shapes: s sequence, b sequences, h hidden size.
+Shapes: s sequence, b sequences, h hidden size, c ranks that hold different tokens of a sequence.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class Generator:
     ) -> Iterator[dict[int, int]]:
         """Yield the new token of each sequence at each step; ``i * num_samples + j`` is sample j of prompt i.
 
-        The last token of a sequence can be `eod`. All ranks of tp, cp and pp yield the same tokens.
+        The last token of a sequence can be `eod`. All ranks of a replica yield the same tokens.
 
         Args:
             is_complete: returns whether a sequence ends with the token that was just yielded.
@@ -192,14 +192,14 @@ class Generator:
             The output of the stage's last layer, ``[s, b, h]``, the same on all context-parallel ranks.
         """
         *slices, last_piece = self._read_pieces(rows, num_new)
-        cp, own = self.cache.context.cp, self.cache.own_positions
-        whole = (own.in_position_order(start_all_gather(x, cp, of="hidden states").wait()) for x in slices)
+        ranks, own = self.stage.context.topology.position_ranks, self.cache.own_positions
+        whole = (own.in_position_order(start_all_gather(x, ranks, of="hidden states").wait()) for x in slices)
         return torch.cat((*whole, last_piece))
 
     def _read_pieces(self, rows: Sequence[Sequence[int]], num_new: int) -> list[Tensor]:
         """Begin new sequences as `read` does, and return the outputs of the pieces that are read.
 
-        Context-parallel ranks have slices of all pieces but the last, ``[s/cp, b, h]``.
+        Context-parallel ranks have slices of all pieces but the last, ``[s/c, b, h]``.
         """
         device = self.cache.context.device
         longest = max(map(len, rows))
@@ -219,9 +219,9 @@ class Generator:
             ids = self.sampler(self.stage.logits(hidden)[0], sequences, position)
         else:
             ids = torch.empty_like(sequences)
-        cp = self.cache.context.cp
-        if cp.size > 1 and self.stage.is_last:
-            dist.broadcast(ids, cp.ranks[0], group=cp.group)
+        ranks = self.stage.context.topology.position_ranks
+        if ranks.size > 1 and self.stage.is_last:
+            dist.broadcast(ids, ranks.ranks[0], group=ranks.group)
         if bool((broadcast_from_last(ids, self.stage) < 0).any()):
             raise UserError("a logit is NaN or infinite: pass --dtype fp32, or load an earlier checkpoint")
         return ids
@@ -229,12 +229,31 @@ class Generator:
     def _hidden_states(self, tokens: Tensor) -> Tensor:
         """Return the output ``[s, b, h]`` of the stage's last layer for new tokens ``[b, s]``.
 
-        It is ``[s/cp, b, h]`` if context-parallel ranks read them in slices.
+        It is ``[s/c, b, h]`` if context-parallel ranks read them in slices.
         """
         numbers = tokens.new_zeros(len(tokens))  # sample numbers for dropout, which is off
         positions = self.cache.positions(*tokens.shape)
         microbatch = Microbatch(tokens, tokens, numbers, position_ids=positions)  # labels are not read
         return run_in_order(self.stage, self.cache.local_microbatch(microbatch), self.stage.hidden_states)
+
+    def complete(
+        self,
+        prompts: Sequence[Prompt],
+        num_samples: int = 1,
+        is_complete: Callable[[Prompt, list[int]], bool] = lambda prompt, ids: False,
+    ) -> list[list[int]]:
+        """Return the new tokens of each sequence, in the order of `__call__`; the last one can be `eod`.
+
+        Args:
+            is_complete: returns whether a sequence ends with these new tokens.
+        """
+        rows: list[list[int]] = [[] for _ in range(len(prompts) * num_samples)]
+        for step in self(
+            prompts, num_samples, lambda row: is_complete(prompts[row // num_samples], rows[row])
+        ):
+            for row, token in step.items():
+                rows[row].append(token)
+        return rows
 
 
 @dataclass(frozen=True)
@@ -306,17 +325,11 @@ class CompletionWriter:
         return completions if self.topology.rank == 0 else []
 
     def _batch(self, prompts: Sequence[Prompt], num_samples: int) -> list[Completion]:
-        rows: list[list[int]] = [[] for _ in range(len(prompts) * num_samples)]
-        for step in self.generator(prompts, num_samples):
-            for row, token in step.items():
-                rows[row].append(token)
-        return [
-            self._completion(prompts[row // num_samples], row % num_samples, ids)
-            for row, ids in enumerate(rows)
-        ]
-
-    def _completion(self, prompt: Prompt, sample: int, ids: list[int]) -> Completion:
-        is_ended = bool(ids) and ids[-1] == self.generator.eod
-        ids = ids[:-1] if is_ended else ids
-        text = text_of(self.tokenizer, prompt.ids, ids)
-        return Completion(prompt.number, sample, text, ids, "stop" if is_ended else "length")
+        completions = []
+        for row, ids in enumerate(self.generator.complete(prompts, num_samples)):
+            prompt, sample = prompts[row // num_samples], row % num_samples
+            is_ended = ids[-1:] == [self.generator.eod]
+            ids = ids[:-1] if is_ended else ids
+            text, reason = text_of(self.tokenizer, prompt.ids, ids), "stop" if is_ended else "length"
+            completions.append(Completion(prompt.number, sample, text, ids, reason))
+        return completions

@@ -1,16 +1,20 @@
-"""Read prompts, render questions, tokenize them, and limit their new tokens to the model's positions."""
+"""Read texts and prompts, render questions, tokenize them, and limit new tokens to the model's positions."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from json import JSONDecodeError
 from pathlib import Path
+from typing import TypeVar, cast
+
+import torch.distributed as dist
 
 from megalite.config import ModelConfig
 from megalite.data.tokenizers.chat_template import chat_template_of
 from megalite.data.tokenizers.tokenizer import Tokenizer
+from megalite.distributed.topology import Topology
 from megalite.generate.generator import Prompt
 from megalite.utils.errors import UserError
 from megalite.utils.files import parse_json
@@ -18,6 +22,34 @@ from megalite.utils.log import log
 
 STANDARD_INPUT = "-"
 DEFAULT_NEW_TOKENS = 128
+Texts = TypeVar("Texts")
+
+
+def from_first_rank(read: Callable[[], Texts], topology: Topology) -> Texts:
+    """Return what the first rank reads, on all ranks.
+
+    Raises:
+        UserError: `read` has raised it. Every rank raises it.
+    """
+    with topology.agreed():
+        found = [read() if topology.rank == 0 else None]
+    dist.broadcast_object_list(found, src=0)
+    return cast(Texts, found[0])
+
+
+def read_text(path: str, flag: str) -> str:
+    """Read a file of UTF-8 text, or standard input if the path is "-".
+
+    Raises:
+        UserError: it cannot be read; the message names the flag of the path.
+    """
+    try:
+        return (sys.stdin.buffer.read() if path == STANDARD_INPUT else Path(path).read_bytes()).decode()
+    except OSError as error:
+        raise UserError(f"{flag} {path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        name = "standard input" if path == STANDARD_INPUT else f"{flag} {path}"
+        raise UserError(f"{name} is not UTF-8") from None
 
 
 def read_prompts(prompt: str | None, prompt_file: str | None) -> list[str]:
@@ -32,32 +64,16 @@ def read_prompts(prompt: str | None, prompt_file: str | None) -> list[str]:
         UserError: the file cannot be read, or has no prompt.
     """
     if prompt is not None:
-        text = _standard_input().removesuffix("\n") if prompt == STANDARD_INPUT else prompt
+        text = read_text(prompt, "--prompt").removesuffix("\n") if prompt == STANDARD_INPUT else prompt
         return [_encodable(text, "--prompt")]
     assert prompt_file is not None
-    text = _standard_input() if prompt_file == STANDARD_INPUT else _read(prompt_file)
+    text = read_text(prompt_file, "--prompt-file")
     lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not lines:
         raise UserError(f"--prompt-file {prompt_file} has no prompt: write one per line")
     if prompt_file.endswith(".jsonl"):
         return [_from_json(line, f"{prompt_file} line {number}") for number, line in lines]
     return [line.removesuffix("\r") for _, line in lines]
-
-
-def _standard_input() -> str:
-    try:
-        return sys.stdin.buffer.read().decode()
-    except UnicodeDecodeError:
-        raise UserError("standard input is not UTF-8") from None
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_bytes().decode()
-    except OSError as error:
-        raise UserError(f"--prompt-file {path} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise UserError(f"--prompt-file {path} is not UTF-8") from None
 
 
 def _from_json(line: str, where: str) -> str:

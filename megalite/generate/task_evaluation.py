@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import replace
 from io import StringIO
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,9 +32,9 @@ from megalite.distributed.collectives import all_reduce
 from megalite.generate.benchmark_tasks import (
     ROWS,
     TaskModel,
-    TaskOptions,
     TokenWindow,
     data_loaded,
+    known_tasks,
     token_scores,
     union,
 )
@@ -54,8 +53,8 @@ from megalite.utils.log import log
 
 FLAG = "--eval-tasks"
 _LENGTH_STEP = 64
-"""Sequences are padded to a multiple of this number of tokens per rank of tp and cp, so that few shapes
-occur."""
+"""Sequences are padded to a multiple of this number of tokens per rank of tp and per slice of a sequence, so
+that few shapes occur."""
 _MAX_MICROBATCHES = 8
 """Largest number of microbatches of a replica that the pipeline runs together."""
 
@@ -159,12 +158,9 @@ def load_tasks(run: RunContext) -> LoadedTasks:
     """
     training, tokenizer = run.config.training, run.tokenizer
     assert training.eval_tasks is not None and tokenizer is not None
-    folder = None if training.eval_tasks_folder is None else Path(training.eval_tasks_folder)
     names = [name.strip() for name in training.eval_tasks.split(",")]
-    flags = FLAG, "--eval-tasks-folder"
-    options = TaskOptions(names, folder, None, None, training.micro_batch_size, flags)
     with run.topology.agreed(), data_loaded():
-        manager = options.manager()
+        manager = known_tasks(names, training.eval_tasks_folder, (FLAG, "--eval-tasks-folder"))
         loaded = manager.load(manager.match_tasks(names))
         tasks = LoadedTasks(manager, [*loaded["groups"].values(), *loaded["tasks"].values()])
         with _random_state_kept(run.topology.device):
@@ -293,6 +289,6 @@ class _ScoringStage:
             value, is_best = token_scores(part, targets, stage.vocab_size, stage.context.tp)
             values[rows, positions], are_best[rows, positions] = value, is_best
         sums = torch.stack((values.sum(1), are_best.logical_not().sum(1).double()))
-        value, num_others = all_reduce(sums, stage.context.cp, of="scores of tasks")
+        value, num_others = all_reduce(sums, stage.context.topology.position_ranks, of="scores of tasks")
         self.results.append((value, num_others == 0))
         return torch.zeros((), dtype=torch.float32, device=logits.device)

@@ -42,20 +42,10 @@ class DeepSpeedFile:
     def read(path: str, diagnostics: Diagnostics) -> DeepSpeedFile | None:
         """Read a file, or report why it cannot be read."""
         try:
-            text = Path(path).read_text(encoding="utf-8")
+            content = parse_json(Path(path).read_text(encoding="utf-8"), unique_keys=True)
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
             diagnostics.add_problem(f"--deepspeed_config {path} cannot be read: {reason}")
-            return None
-        return DeepSpeedFile.parse(path, text, diagnostics)
-
-    @staticmethod
-    def parse(path: str, text: str, diagnostics: Diagnostics) -> DeepSpeedFile | None:
-        """Parse the text of a file, or report why it cannot be read."""
-        try:
-            content = parse_json(text, unique_keys=True)
-        except ValueError as error:
-            diagnostics.add_problem(f"--deepspeed_config {path} cannot be read: {error}")
             return None
         if not isinstance(content, dict):
             diagnostics.add_problem(

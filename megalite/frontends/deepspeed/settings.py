@@ -79,22 +79,24 @@ class DeepSpeedSettings:
         section = key.partition(".")[0]
         if key.startswith(("scheduler.params.", "optimizer.params.")) and not self._uses(key):
             return {}
-        if key in tables()["fields"]:
-            return {tables()["fields"][key]: value}
-        if key in tables()["fields_of_fp16"]:
-            return {tables()["fields_of_fp16"][key]: value} if _may_be_fp16(self) else {}
-        if key in tables()["by_value"]:
-            fields: Mapping[str, Any] = tables()["by_value"][key].get(value, {})
-            return fields
+        table = tables()
+        if key in table["fields"]:
+            return {table["fields"][key]: value}
+        if key in table["fields_of_fp16"]:
+            return {table["fields_of_fp16"][key]: value} if _may_be_fp16(self) else {}
+        if key in table["by_value"]:
+            return dict(table["by_value"][key].get(value, {}))
         if key in _DERIVED:
             return _DERIVED[key](self, value)
-        if key in tables()["not_needed"] or key in kinds():
+        if key in table["not_needed"] or key in kinds():
             return {}
         for name in (key, key.rpartition(".")[0], section):
-            if name in tables()["refused"]:
-                if _is_off(value) or self.values.get(f"{section}.enabled") is False:
+            if name in table["refused"]:
+                # A partition over 1 rank turns nothing on.
+                is_off = value in (None, "none", 0, 1) and value is not True
+                if is_off or self.values.get(f"{section}.enabled") is False:
                     return {}
-                raise ValueError(f"is {shown(value)}: {tables()['refused'][name]}")
+                raise ValueError(f"is {shown(value)}: {table['refused'][name]}")
         raise ValueError(f"is not a known setting{nearest_hint(key, known_settings())}: remove it")
 
     def _uses(self, key: str) -> bool:
@@ -176,7 +178,7 @@ def _checked(key: str, value: Any) -> Any:
     if key not in kinds():
         return value
     kind, is_optional = kinds()[key]
-    return None if value is None and is_optional else _CONVERSIONS[kind](value)
+    return None if value is None and is_optional else _converted(kind, value)
 
 
 def shown(value: Any) -> str:
@@ -188,69 +190,37 @@ def _wrong(value: Any, expected: str) -> ValueError:
     return ValueError(f"is {shown(value)}: it must be {expected}")
 
 
-def _boolean(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise _wrong(value, "true or false")
-    return value
-
-
-def _number(value: Any) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise _wrong(value, "a number")
-    if not abs(value) <= sys.float_info.max:
-        raise _wrong(value, "a finite number")
-    return value
-
-
-def _whole_number(value: Any) -> int:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise _wrong(value, "a whole number")
-    if not -MAX_INT <= value <= MAX_INT:
-        raise _wrong(value, "a whole number of at most 2**63 - 1")
-    if value != int(value):  # files have sizes such as 5e8
-        raise _wrong(value, "a whole number")
-    return int(value)
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise _wrong(value, "a string")
-    return value
-
-
-def _two_numbers(value: Any) -> list[float]:
-    if not isinstance(value, list) or len(value) != 2:
-        raise _wrong(value, "a list of two numbers")
-    return [_number(item) for item in value]
-
-
-_CONVERSIONS: Mapping[str, Callable[[Any], Any]] = {
-    "bool": _boolean,
-    "float": _number,
-    "int": _whole_number,
-    "str": _text,
-    "two_floats": _two_numbers,
+_TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
+    "bool": ((bool,), "true or false"),
+    "float": ((int, float), "a number"),
+    "int": ((int, float), "a whole number"),  # files have sizes such as 5e8
+    "str": ((str,), "a string"),
 }
 
 
-def _is_off(value: Any) -> bool:
-    """Return whether a refused setting turns nothing on; a partition over 1 rank turns nothing on."""
-    return value is None or value is False or value == "none" or (value is not True and value in (0, 1))
-
-
-def _message_type(settings: DeepSpeedSettings, name: str | None) -> Mapping[str, Any]:
-    return {"grad_communication_dtype": None if name == "fp32" else name}
+def _converted(kind: str, value: Any) -> Any:
+    if kind == "two_floats":
+        if not isinstance(value, list) or len(value) != 2:
+            raise _wrong(value, "a list of two numbers")
+        return [_converted("float", item) for item in value]
+    types, expected = _TYPES[kind]
+    if not isinstance(value, types) or (isinstance(value, bool) and kind != "bool"):
+        raise _wrong(value, expected)
+    if kind == "float" and not abs(value) <= sys.float_info.max:
+        raise _wrong(value, "a finite number")
+    if kind != "int":
+        return value
+    if not -MAX_INT <= value <= MAX_INT:
+        raise _wrong(value, "a whole number of at most 2**63 - 1")
+    if value != int(value):
+        raise _wrong(value, expected)
+    return int(value)
 
 
 def _sum_type(settings: DeepSpeedSettings, name: str | None) -> Mapping[str, Any]:
     if name not in (None, "fp32"):
         raise ValueError(f"is {shown(name)}: gradients are summed in fp32, set it to fp32 or remove it")
     return {}
-
-
-def _loss_scale(settings: DeepSpeedSettings, scale: float) -> Mapping[str, Any]:
-    """Return the constant loss scale; 0 means a dynamic scale."""
-    return {"loss_scale": scale or None} if _may_be_fp16(settings) else {}
 
 
 def _may_be_fp16(settings: DeepSpeedSettings) -> bool:
@@ -268,10 +238,6 @@ def _initial_loss_scale(settings: DeepSpeedSettings, power: float) -> Mapping[st
     if abs(power) >= 1024:  # a larger power of two is not a float
         raise _wrong(power, "the exponent of a loss scale, such as 16")
     return {"initial_loss_scale": 2.0**power}
-
-
-def _betas(settings: DeepSpeedSettings, betas: list[float]) -> Mapping[str, Any]:
-    return {"adam_beta1": betas[0], "adam_beta2": betas[1]}
 
 
 def _is_adam(name: str) -> bool:
@@ -296,10 +262,6 @@ def _is_coupled(settings: DeepSpeedSettings) -> bool:
     """Return whether weight decay is added to the gradient: DeepSpeed ignores the mode of an AdamW."""
     is_adamw = settings.values.get(_OPTIMIZER, "adam").lower() == "adamw"
     return not is_adamw and settings.values.get("optimizer.params.adam_w_mode") is False
-
-
-def _peak(settings: DeepSpeedSettings, lr: float) -> Mapping[str, Any]:
-    return {} if _scheduler_sets_peak(settings) else {"lr": lr}
 
 
 def _scheduler_sets_peak(settings: DeepSpeedSettings) -> bool:
@@ -362,16 +324,6 @@ def _offload_ratio(settings: DeepSpeedSettings, ratio: float) -> Mapping[str, An
     return {} if device == "none" else {"optimizer_offload_fraction": ratio}
 
 
-def _tensorboard(settings: DeepSpeedSettings, path: str) -> Mapping[str, Any]:
-    return {"tensorboard_dir": str(Path(path) / settings.values.get("tensorboard.job_name", ""))}
-
-
-def _profiled_iteration(settings: DeepSpeedSettings, is_on: bool) -> Mapping[str, Any]:
-    if not is_on:
-        return {}
-    return {} if "flops_profiler.profile_step" in settings.values else {"profile_modules": 1}  # the default
-
-
 def _profiled_depth(settings: DeepSpeedSettings, depth: int) -> Mapping[str, Any]:
     """Return the depth of the tables; -1 is the whole tree."""
     is_whole = depth == -1 or settings.values.get("flops_profiler.detailed") is False
@@ -401,13 +353,14 @@ def _save_interval(settings: DeepSpeedSettings, seconds: float) -> Mapping[str, 
 
 
 _DERIVED: Mapping[str, Callable[[DeepSpeedSettings, Any], Mapping[str, Any]]] = {
-    "fp16.loss_scale": _loss_scale,
+    # 0 is a dynamic scale.
+    "fp16.loss_scale": lambda file, scale: {"loss_scale": scale or None} if _may_be_fp16(file) else {},
     "fp16.initial_scale_power": _initial_loss_scale,
     "nebula.persistent_time_interval": _save_interval,
-    "communication_data_type": _message_type,
+    "communication_data_type": lambda _, name: {"grad_communication_dtype": None if name == "fp32" else name},
     "data_types.grad_accum_dtype": _sum_type,
-    _LR: _peak,
-    "optimizer.params.betas": _betas,
+    _LR: lambda file, lr: {} if _scheduler_sets_peak(file) else {"lr": lr},
+    "optimizer.params.betas": lambda _, betas: {"adam_beta1": betas[0], "adam_beta2": betas[1]},
     _OPTIMIZER: _optimizer,
     "zero_optimization.mics_shard_size": _mics_shard_size,
     SCHEDULER: _scheduler,
@@ -417,8 +370,12 @@ _DERIVED: Mapping[str, Callable[[DeepSpeedSettings, Any], Mapping[str, Any]]] = 
     "scheduler.params.cos_min_ratio": _share_of_lr("min_lr"),
     f"{_OFFLOAD}.device": _offload_device,
     f"{_OFFLOAD}.ratio": _offload_ratio,
-    "tensorboard.output_path": _tensorboard,
-    "flops_profiler.enabled": _profiled_iteration,
+    "tensorboard.output_path": lambda file, path: {
+        "tensorboard_dir": str(Path(path) / file.values.get("tensorboard.job_name", ""))
+    },
+    "flops_profiler.enabled": lambda file, is_on: (
+        {"profile_modules": 1} if is_on and "flops_profiler.profile_step" not in file.values else {}
+    ),
     "flops_profiler.module_depth": _profiled_depth,
 }
 """Functions that return the fields of the settings in the table `derived`."""

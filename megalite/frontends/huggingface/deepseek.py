@@ -7,12 +7,16 @@ from dataclasses import replace
 from megalite.config import ModelConfig
 from megalite.frontends.huggingface.experts import (
     FUSED_EXPERTS,
+    SHARED_WIDTH,
+    WIDTH,
     biased_scores,
     expert_bias,
     expert_modules,
-    experts_after_dense,
+    experts,
+    has_experts,
     modules_with_some_experts,
     shared_expert_modules,
+    written_groups,
 )
 from megalite.frontends.huggingface.family import modules
 from megalite.frontends.huggingface.llama import LLAMA, QK_NORMS, llama_like
@@ -26,6 +30,7 @@ from megalite.frontends.huggingface.settings import (
     only,
     setting,
     switch,
+    where,
 )
 
 _MLP = "model.layers.{}.mlp"
@@ -35,6 +40,44 @@ _EXPERTS = (
     *expert_bias(f"{_MLP}.gate.e_score_correction_bias"),
 )
 """Modules of a layer with experts."""
+
+
+def _experts_after_dense(dense: int, factor: float, *scores: Rule) -> tuple[Rule, Rule]:
+    """Return the rules of DeepSeek's experts, which the layers after the first dense ones have.
+
+    Args:
+        dense: default of `first_k_dense_replace`.
+        factor: default of `routed_scaling_factor`.
+        scores: rules of the scores that choose experts.
+    """
+    name, num_shared = "first_k_dense_replace", "n_shared_experts"
+
+    def read(hf: HFSettings, fields: Fields) -> Fields:
+        first_dense = int(hf.get(name, dense))
+        if first_dense >= fields["num_layers"]:
+            return {}
+        marks = (0,) * first_dense + (1,) * (fields["num_layers"] - first_dense)
+        return {"moe_layer_freq": marks if first_dense else None}
+
+    def write(config: ModelConfig) -> Fields:
+        of_experts = (number for number, spec in enumerate(config.layer_specs) if has_experts(spec))
+        return {name: next(of_experts, config.num_layers)}
+
+    def write_shared(config: ModelConfig) -> Fields:
+        return {num_shared: (config.moe_shared_expert_intermediate_size or 0) // config.expert_ffn_size}
+
+    return (
+        Rule(read, write),
+        where(
+            lambda hf, fields: "moe_layer_freq" in fields,
+            lambda config: config.has_experts,
+            only(moe_layer_freq=1),
+            *experts("n_routed_experts num_local_experts num_experts", loss=("aux_loss_alpha", 0.0)),
+            Rule(lambda hf, _: {SHARED_WIDTH: hf[WIDTH] * hf[num_shared]}, write_shared, (num_shared,)),
+            setting("routed_scaling_factor", "moe_router_topk_scaling_factor", factor),
+            *scores,
+        ),
+    )
 
 
 def _read_heads(hf: HFSettings, _: Fields) -> Fields:
@@ -62,14 +105,6 @@ _LATENT_RULES = (
 """Rules of dense models that DeepSeek-V2 and V3 share."""
 
 
-def _has_query_latent(config: ModelConfig) -> bool:
-    return config.q_lora_rank is not None
-
-
-def _has_no_query_latent(config: ModelConfig) -> bool:
-    return config.q_lora_rank is None
-
-
 _OURS, _THEIRS = "layers.{}.attention.", "model.layers.{}.self_attn."
 _LATENT_ATTENTION = (
     *modules(
@@ -78,9 +113,14 @@ _LATENT_ATTENTION = (
         ("qkv", "query_down", "q_a_proj"),
         ("norm", "query_norm", "q_a_layernorm"),
         ("linear", "query_up", "q_b_proj"),
-        only_if=_has_query_latent,
+        only_if=lambda config: config.q_lora_rank is not None,
     ),
-    *modules(_OURS, _THEIRS, ("linear", "query_up", "q_proj"), only_if=_has_no_query_latent),
+    *modules(
+        _OURS,
+        _THEIRS,
+        ("linear", "query_up", "q_proj"),
+        only_if=lambda config: config.q_lora_rank is None,
+    ),
     *modules(
         _OURS,
         _THEIRS,
@@ -92,11 +132,6 @@ _LATENT_ATTENTION = (
 """Modules of a layer besides the projection of its output."""
 
 
-def _read_v3_scores(hf: HFSettings, fields: Fields) -> Fields:
-    hf.require(topk_method="noaux_tc")
-    return biased_scores(groups=8, group_topk=4).read(hf, fields)
-
-
 DEEPSEEK_V3 = replace(
     LLAMA,
     model_type="deepseek_v3",
@@ -104,7 +139,7 @@ DEEPSEEK_V3 = replace(
     rules=(
         *_LATENT_RULES,
         switch("rope_interleave", "rotary_interleaved", True),
-        experts_after_dense(dense=3, factor=2.5, scores=Rule(_read_v3_scores)),
+        *_experts_after_dense(3, 2.5, only(topk_method="noaux_tc"), biased_scores(groups=8, group_topk=4)),
     ),
     layer=(
         *modules_with_some_experts((module for module in LLAMA.layer if module.kind != "qkv"), _EXPERTS),
@@ -119,21 +154,19 @@ DEEPSEEK_V3 = replace(
 _GREEDY, _IN_GROUPS = "greedy", "group_limited_greedy"
 
 
-def _read_v2_scores(hf: HFSettings, _: Fields) -> Fields:
+def _read_groups(hf: HFSettings, _: Fields) -> Fields:
     """Return our fields for `topk_method`: a token's experts are of all groups, or of those with the best."""
-    hf.require(norm_topk_prob=False, scoring_func="softmax")
-    fields: Fields = {"moe_router_pre_softmax": True}
     method, numbers = hf.get("topk_method", _GREEDY), (hf.get("n_group"), hf.get("topk_group"))
     if method == _GREEDY or numbers == (1, 1):
-        return fields
+        return {}
     hf.require(topk_method=_IN_GROUPS)
     names = "moe_router_num_groups", "moe_router_group_topk", "moe_router_group_scores"
-    return fields | dict(zip(names, (*numbers, 1), strict=True))
+    return dict(zip(names, (*numbers, 1), strict=True))
 
 
-def _write_v2_scores(config: ModelConfig) -> Fields:
+def _write_groups(config: ModelConfig) -> Fields:
     method = _GREEDY if config.moe_router_num_groups is None else _IN_GROUPS
-    return {"topk_method": method, "norm_topk_prob": False}
+    return {"topk_method": method, "norm_topk_prob": False, **written_groups(config)}
 
 
 DEEPSEEK_V2 = replace(
@@ -143,8 +176,13 @@ DEEPSEEK_V2 = replace(
     rules=(
         *_LATENT_RULES,
         fixed(rotary_interleaved=True),
-        experts_after_dense(dense=0, factor=1.0, scores=Rule(_read_v2_scores)),
-        Rule(write=_write_v2_scores),
+        *_experts_after_dense(
+            0,
+            1.0,
+            only(norm_topk_prob=False, scoring_func="softmax"),
+            fixed(moe_router_pre_softmax=True),
+            Rule(_read_groups, _write_groups, ("topk_method", "n_group", "topk_group")),
+        ),
     ),
 )
 GLM4_MOE = replace(
@@ -156,7 +194,7 @@ GLM4_MOE = replace(
         *llama_like(131072, 1e-5, rotary=rotary(share=("partial_rotary_factor", 0.5))),
         switch("attention_bias", "add_qkv_bias", False, "has_qkv_bias"),
         switch("use_qk_norm", "qk_layernorm", False),
-        experts_after_dense(dense=1, factor=1.0, scores=biased_scores()),
+        *_experts_after_dense(1, 1.0, biased_scores()),
     ),
     layer=(
         *modules_with_some_experts(LLAMA.layer, _EXPERTS),

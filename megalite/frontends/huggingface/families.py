@@ -72,13 +72,6 @@ def _distance(problems: Mapping[str, str]) -> tuple[int, ...]:
     return (*(name in problems for name in first), len(problems))
 
 
-def layer_entries(config: ModelConfig, layer: int, model_type: str | None = None) -> list[Entry]:
-    """Return the tensors of one layer; for `model_type`, see `family_of`."""
-    return [
-        entry for module in family_of(config, model_type).layer for entry in module.entries(config, layer)
-    ]
-
-
 def mtp_entries(config: ModelConfig, number: int, model_type: str | None = None) -> Iterator[Entry]:
     """Yield the tensors of a module of multi-token prediction: a layer after the last one, and its norms.
 
@@ -100,7 +93,8 @@ def all_entries(config: ModelConfig, model_type: str | None = None) -> Iterator[
     """Yield every tensor of the model once; for `model_type`, see `family_of`."""
     yield from end_entries(config, model_type)
     for layer in range(config.num_layers):
-        yield from layer_entries(config, layer, model_type)
+        for module in family_of(config, model_type).layer:
+            yield from module.entries(config, layer)
     for number in range(config.mtp_num_layers):
         yield from mtp_entries(config, number, model_type)
 

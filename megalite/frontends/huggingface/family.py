@@ -331,7 +331,7 @@ def _without_defaults(fields: Fields) -> Fields:
 
 
 _VOCABULARY_AND_SCALE = Rule(
-    lambda hf, _: {"vocab_size": hf["vocab_size"], "init_method_std": hf.get("initializer_range", 0.02)},
+    lambda hf, _: {"vocab_size": hf.hf["vocab_size"], "init_method_std": hf.get("initializer_range", 0.02)},
     lambda config: {"vocab_size": config.vocab_size, "initializer_range": config.init_method_std},
 )
 OUTPUT = Module(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megalite.config import LayerSpec, ModelConfig
-from megalite.frontends.huggingface.experts import has_experts
+from megalite.frontends.huggingface.experts import experts, has_experts
 from megalite.frontends.huggingface.family import (
     VOCABULARY,
     Place,
@@ -28,6 +28,7 @@ from megalite.frontends.huggingface.settings import (
     fixed,
     only,
     setting,
+    where,
 )
 from megalite.utils.errors import UserError
 
@@ -150,35 +151,6 @@ def _read_double_width(hf: HFSettings, fields: Fields) -> Fields:
     return {"kv_shared_ffn_hidden_size": 2 * fields["ffn_hidden_size"] if is_double else None}
 
 
-def _write_double_width(config: ModelConfig) -> Fields:
-    return {"use_double_wide_mlp": config.kv_shared_ffn_hidden_size == 2 * config.ffn_size}
-
-
-def _read_experts(hf: HFSettings, _: Fields) -> Fields:
-    """Return our fields for experts beside the MLPs."""
-    count, topk, width = (hf.get(name) for name in ("num_experts", "top_k_experts", "moe_intermediate_size"))
-    if not hf.switch("enable_moe_block", False):
-        return {}
-    return {
-        "moe_beside_mlp": True,
-        "num_experts": count,
-        "moe_router_topk": topk,
-        "moe_ffn_hidden_size": width,
-        "moe_router_load_balancing_type": "none",
-    }
-
-
-def _write_experts(config: ModelConfig) -> Fields:
-    if not config.has_experts:
-        return {}
-    return {
-        "enable_moe_block": True,
-        "num_experts": config.num_experts,
-        "top_k_experts": config.moe_router_topk,
-        "moe_intermediate_size": config.expert_ffn_size,
-    }
-
-
 _TYPES = layer_types(full_every=6)
 
 
@@ -232,8 +204,17 @@ GEMMA4 = replace(
         *_GEMMA,
         Rule(_read_heads, _write_heads),
         setting("num_kv_shared_layers", "num_kv_shared_layers", 0),
-        Rule(_read_double_width, _write_double_width),
-        Rule(_read_experts, _write_experts),
+        Rule(
+            _read_double_width,
+            lambda config: {"use_double_wide_mlp": config.kv_shared_ffn_hidden_size == 2 * config.ffn_size},
+        ),
+        where(  # beside the MLPs
+            lambda hf, _: hf.switch("enable_moe_block", False),
+            lambda config: config.has_experts,
+            Rule(write=lambda config: {"enable_moe_block": True}),
+            fixed(moe_beside_mlp=True),
+            *experts("num_experts", topk="top_k_experts", loss=None),
+        ),
         fixed(qk_layernorm=True, value_layernorm=True, layer_output_scale=True, query_pre_attn_scalar=1),
         setting("final_logit_softcapping", "final_logit_softcapping", None),
         Rule(_read_types, _TYPES.write),

@@ -169,16 +169,15 @@ GPT_NEOX = Family(
 )
 
 
-def _read_bloom_width(hf: HFSettings, _: Fields) -> Fields:
-    return {"hidden_size": hf.first("n_embed", "hidden_size")}  # the old name wins, as in transformers
-
-
 BLOOM = Family(
     "bloom",
     "BloomForCausalLM",
     (
         setting("n_layer num_hidden_layers", "num_layers"),
-        Rule(_read_bloom_width, lambda config: {"hidden_size": config.hidden_size}),
+        Rule(  # the old name takes precedence, as in transformers
+            lambda hf, _: {"hidden_size": hf["n_embed hidden_size"]},
+            lambda config: {"hidden_size": config.hidden_size},
+        ),
         setting("n_head num_attention_heads", "num_attention_heads"),
         setting("seq_length", "seq_length", 2048, "seq_length"),
         fixed(position_embedding_type="alibi", embed_layernorm=True),

@@ -38,7 +38,7 @@ MIXTRAL = replace(
         only(router_jitter_noise=0.0, output_router_logits=False),
         *llama_like(131072, 1e-5, rotary=rotary(1000000.0)),
         one_window(),
-        experts("num_local_experts", _WIDTH),
+        *experts("num_local_experts", _WIDTH),
     ),
     layer=(*_ATTENTION, *expert_modules("model.layers.{}.block_sparse_moe", "w1", "w3", "w2")),
     other_names={".mlp.": ".block_sparse_moe."},
@@ -52,7 +52,7 @@ OLMOE = replace(
         only(output_router_logits=False),
         *llama_like(4096, 1e-5, writes_head_dim=False),
         biases(),
-        experts("num_experts num_local_experts", _WIDTH),
+        *experts("num_experts num_local_experts", _WIDTH),
         WEIGHTS_OF_CHOSEN,
         setting("clip_qkv", "clip_qkv", None),
         fixed(qk_layernorm=True, qk_layernorm_width="all_heads"),
@@ -66,10 +66,8 @@ OLMOE = replace(
 )
 
 
-def _read_minimax(hf: HFSettings, _: Fields) -> Fields:
-    hf.require(router_jitter_noise=0.0, output_router_logits=False)
-    hf.require(use_qk_norm=True, qk_norm_type="per_layer", use_routing_bias=True)
-    hf.require(shared_intermediate_size=0, attn_type_list=[1] * hf["num_hidden_layers"])
+def _check_attention_types(hf: HFSettings, _: Fields) -> Fields:
+    hf.require(attn_type_list=[1] * hf["num_hidden_layers"])
     return {}
 
 
@@ -89,10 +87,12 @@ MINIMAX_M2 = replace(
     model_type="minimax_m2",
     architecture="MiniMaxM2ForCausalLM",
     rules=(
-        Rule(_read_minimax),
+        only(router_jitter_noise=0.0, output_router_logits=False, shared_intermediate_size=0),
+        only(use_qk_norm=True, qk_norm_type="per_layer", use_routing_bias=True),
+        Rule(_check_attention_types),
         *llama_like(196608, rotary=Rule(_read_minimax_rotary, _write_minimax_rotary), head_dim=128),
-        experts("num_local_experts num_experts", _WIDTH),
-        biased_scores(),
+        *experts("num_local_experts num_experts", _WIDTH),
+        Rule(biased_scores().read),
         fixed(qk_layernorm=True, qk_layernorm_width="all_heads"),
     ),
     layer=(
@@ -111,13 +111,12 @@ _GPT_OSS_ROTARY = {
 }
 
 
-def _read_gpt_oss(hf: HFSettings, _: Fields) -> Fields:
+def _check_precision(hf: HFSettings, _: Fields) -> Fields:
     if (quantized := hf.get("quantization_config")) is not None:
         raise UserError(
             f"gpt_oss with quantization_config {quantized.get('quant_method')} cannot be converted: only "
             "weights in bf16, fp16 or fp32 can"
         )
-    hf.require(swiglu_alpha=1.702, hidden_act="silu", output_router_logits=False)
     return {}
 
 
@@ -150,9 +149,10 @@ GPT_OSS = replace(
     model_type="gpt_oss",
     architecture="GptOssForCausalLM",
     rules=(
-        Rule(_read_gpt_oss),
+        only(swiglu_alpha=1.702, hidden_act="silu", output_router_logits=False),
+        Rule(_check_precision),
         *llama_like(131072, 1e-5, rotary=Rule(_read_gpt_oss_rotary, _write_gpt_oss_rotary)),
-        experts("num_local_experts num_experts", _WIDTH),
+        *experts("num_local_experts num_experts", _WIDTH),
         Rule(lambda hf, _: {"activation": "quick_geglu"}, lambda config: {"hidden_act": "silu"}),
         setting("swiglu_limit", "activation_func_clamp_value", 7.0),
         fixed(glu_linear_offset=1.0, softmax_type="learnable"),
@@ -172,7 +172,7 @@ GPT_OSS = replace(
             ("vector", "mlp.down.bias", "mlp.experts.down_proj_bias"),
         ),
     ),
-    # The first two are other names of settings that are read.
-    without_effect=("experts_per_token", "initial_context_length", "swiglu_alpha"),
+    # Other names of settings that are read.
+    without_effect=("experts_per_token", "initial_context_length"),
     mtp=(),
 )

@@ -6,9 +6,17 @@ grouped here, ``[g, 2 r p + 2 d + r, ...]``; theirs are the gates of all groups,
 
 from __future__ import annotations
 
-from megalite.config import LayerSpec, ModelConfig
+from dataclasses import replace
+
+from megalite.config import ModelConfig
 from megalite.config.model.recurrence import MambaSpec
-from megalite.frontends.huggingface.experts import SEPARATE, biased_scores, has_experts
+from megalite.frontends.huggingface.experts import (
+    SEPARATE,
+    SHARED_WIDTH,
+    biased_scores,
+    experts,
+    has_experts,
+)
 from megalite.frontends.huggingface.family import (
     OUTPUT,
     QKV,
@@ -28,6 +36,7 @@ from megalite.frontends.huggingface.settings import (
     only,
     setting,
     switch,
+    where,
 )
 from megalite.utils.errors import UserError
 
@@ -38,22 +47,11 @@ _LETTERS = {
 """Our letter for each of their names of a layer's block; the last two are of older files."""
 _BLOCKS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 """Their name for each of our letters that they have."""
-_MAMBA_SIZES = {
-    **{"num_heads": "mamba_num_heads", "head_dim": "mamba_head_dim"},
-    **{"num_groups": "n_groups", "state_dim": "ssm_state_size"},
-}
-"""Their name for each of our sizes of Mamba-2."""
-_EXPERTS = (
-    *("n_routed_experts", "num_local_experts", "n_shared_experts", "num_experts_per_tok", "norm_topk_prob"),
-    *("moe_intermediate_size", "moe_shared_expert_intermediate_size", "moe_latent_size", "n_group"),
-    *("topk_group", "routed_scaling_factor"),
-)
-"""Settings of experts, without effect in a model that has none."""
 
 
 def _read_pattern(hf: HFSettings, _: Fields) -> Fields:
     """Return our letters of the layers, which newer files have as a list of names."""
-    blocks = hf.first("layers_block_type", "layer_types", "hybrid_override_pattern")
+    blocks = hf["layers_block_type layer_types hybrid_override_pattern"]
     letters = [_LETTERS.get(block, str(block)) for block in blocks]  # of older files, a string of our letters
     if unknown := sorted({*letters} - _BLOCKS.keys()):
         raise UserError(f"nemotron_h with layers {', '.join(unknown)} cannot be converted: M, *, - and E can")
@@ -72,74 +70,9 @@ def _write_pattern(config: ModelConfig) -> Fields:
     }
 
 
-def _read_mamba(hf: HFSettings, _: Fields) -> Fields:
-    hf.require(use_conv_bias=True, mamba_hidden_act="silu")
-    return {
-        **{f"mamba_{ours}": hf[theirs] for ours, theirs in _MAMBA_SIZES.items()},
-        "mamba_conv_kernel": hf.get("conv_kernel", 4),
-        "mamba_bias": hf.switch("use_bias", False),
-        "mamba_min_time_step": hf.get("time_step_min", 0.001),
-    }
-
-
-def _write_mamba(config: ModelConfig) -> Fields:
-    return {
-        **{theirs: getattr(config.mamba, ours) for ours, theirs in _MAMBA_SIZES.items()},
-        "conv_kernel": config.mamba.kernel,
-        "use_bias": config.has_mamba_bias,
-        "time_step_min": config.mamba.min_time_step,
-    }
-
-
-def _read_experts(hf: HFSettings, fields: Fields) -> Fields:
-    if "E" not in fields["hybrid_override_pattern"]:
-        hf.names_read.update(_EXPERTS)
-        return {}
-    hf.require(output_router_logits=False, n_shared_experts=1)
-    found: Fields = {
-        "num_experts": hf.first("n_routed_experts", "num_local_experts"),
-        "moe_router_topk": hf["num_experts_per_tok"],
-        "moe_ffn_hidden_size": hf["moe_intermediate_size"],
-        "moe_latent_size": hf.get("moe_latent_size"),
-        "moe_shared_expert_intermediate_size": hf["moe_shared_expert_intermediate_size"],
-        "moe_router_topk_scaling_factor": float(hf.get("routed_scaling_factor", 1.0)),
-        "moe_router_load_balancing_type": "none",
-    }
-    return found | biased_scores().read(hf, found)
-
-
-def _write_experts(config: ModelConfig) -> Fields:
-    if not config.has_experts:
-        return {}
-    return {
-        "n_routed_experts": config.num_experts,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": config.moe_router_topk,
-        "norm_topk_prob": True,
-        "moe_intermediate_size": config.expert_ffn_size,
-        "moe_latent_size": config.moe_latent_size,
-        "moe_shared_expert_intermediate_size": config.moe_shared_expert_intermediate_size or 0,
-        "n_group": config.moe_router_num_groups or 1,
-        "topk_group": config.moe_router_group_topk or 1,
-        "routed_scaling_factor": config.moe_router_topk_scaling_factor,
-    }
-
-
 def _by_kind(kinds: slice) -> Transform:
     """Return the transform of rows of some kinds, of those of `MambaSpec.group_rows`."""
     return by_kind(lambda place: (place.config.mamba.num_groups, place.config.mamba.group_rows[kinds]))
-
-
-def _has_mamba(spec: LayerSpec) -> bool:
-    return isinstance(spec.mixer, MambaSpec)
-
-
-def _has_attention(spec: LayerSpec) -> bool:
-    return spec.attention is not None
-
-
-def _is_dense(spec: LayerSpec) -> bool:
-    return spec.ffn_size is not None
 
 
 _WITHOUT_EFFECT = (
@@ -163,8 +96,28 @@ NEMOTRON_H = Family(
         setting("num_attention_heads", "num_attention_heads"),
         setting("num_key_value_heads", "num_query_groups", None),
         setting("head_dim", "kv_channels", 128),
-        Rule(_read_mamba, _write_mamba),
-        Rule(_read_experts, _write_experts),
+        only(use_conv_bias=True, mamba_hidden_act="silu"),
+        setting("mamba_num_heads", "mamba_num_heads", attribute="mamba.num_heads"),
+        setting("mamba_head_dim", "mamba_head_dim", attribute="mamba.head_dim"),
+        setting("n_groups", "mamba_num_groups", attribute="mamba.num_groups"),
+        setting("ssm_state_size", "mamba_state_dim", attribute="mamba.state_dim"),
+        setting("conv_kernel", "mamba_conv_kernel", 4, "mamba.kernel"),
+        setting("time_step_min", "mamba_min_time_step", 0.001, "mamba.min_time_step"),
+        switch("use_bias", "mamba_bias", False, "has_mamba_bias"),
+        where(
+            lambda hf, fields: "E" in fields["hybrid_override_pattern"],
+            lambda config: config.has_experts,
+            replace(
+                only(n_shared_experts=1, norm_topk_prob=True),
+                write=lambda config: {"n_shared_experts": 1, "norm_topk_prob": True},
+            ),
+            only(output_router_logits=False),
+            *experts("n_routed_experts num_local_experts", loss=None),
+            setting("moe_latent_size", "moe_latent_size", None),
+            setting(SHARED_WIDTH, SHARED_WIDTH),
+            setting("routed_scaling_factor", "moe_router_topk_scaling_factor", 1.0),
+            biased_scores(),
+        ),
         setting("max_position_embeddings", "seq_length", 4096),
         fixed(position_embedding_type="none", normalization="RMSNorm", add_bias_linear=False),
         setting("layer_norm_epsilon", "norm_epsilon", 1e-5),
@@ -196,17 +149,21 @@ NEMOTRON_H = Family(
             *(("vector", name, name) for name in ("A_log", "D", "dt_bias")),
             ("vector", "norm", "norm.weight"),
             ("mamba", "projection", "out_proj"),
-            only_in=_has_mamba,
+            only_in=lambda spec: isinstance(spec.mixer, MambaSpec),
         ),
         *modules(
             _OURS + "attention.",
             _MIXER,
             ("qkv", "qkv", "q_proj k_proj v_proj", QKV),
             ("attention_output", "projection", "o_proj"),
-            only_in=_has_attention,
+            only_in=lambda spec: spec.attention is not None,
         ),
         *modules(
-            _OURS + "mlp.", _MIXER, ("mlp", "up", "up_proj"), ("mlp", "down", "down_proj"), only_in=_is_dense
+            _OURS + "mlp.",
+            _MIXER,
+            ("mlp", "up", "up_proj"),
+            ("mlp", "down", "down_proj"),
+            only_in=lambda spec: spec.ffn_size is not None,
         ),
         *modules(
             _OURS + "mlp.",

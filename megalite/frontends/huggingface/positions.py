@@ -13,16 +13,8 @@ from megalite.utils.errors import UserError
 
 WINDOW, FULL = "sliding_attention", "full_attention"
 """Their names of layers with and without a window."""
-_KINDS = {
-    "default": "none",
-    "linear": "linear",
-    "llama3": "llama3",
-    "yarn": "yarn",
-    "proportional": "proportional",
-}
-_THEIR_KINDS = {ours: theirs for theirs, ours in _KINDS.items()}
 _NAMES: dict[str, dict[str, str]] = {
-    "none": {},
+    "default": {},
     "linear": {"factor": "rope_scaling_factor"},
     "llama3": {
         "factor": "rope_scaling_factor",
@@ -42,7 +34,7 @@ _NAMES: dict[str, dict[str, str]] = {
     },
     "proportional": {"partial_rotary_factor": "proportional_rotary_share"},
 }
-"""Our fields for the settings of each kind of scaling."""
+"""Our fields for the settings of each `rope_type`, which is `rope_scaling` here; their default is none."""
 _WHOLE = {"original_max_position_embeddings", "yarn_truncate"}
 _REQUIRED = {"factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"}
 
@@ -130,12 +122,12 @@ def rotary_fields(settings: Mapping[str, Any], theta: float, share: float | None
     kind = settings.get("rope_type", settings.get("type", "default"))
     rope = HFSettings(settings, f"rope_type {kind!r}", "transformers' rope_parameters")
     rope.names_read.update(("rope_type", "type"))
-    if kind not in _KINDS:
-        raise UserError(f"rope_type {kind!r} cannot be converted: {', '.join(_KINDS)} can")
+    if kind not in _NAMES:
+        raise UserError(f"rope_type {kind!r} cannot be converted: {', '.join(_NAMES)} can")
     fields: Fields = {
         "position_embedding_type": "rope",
         "rotary_base": float(rope.get("rope_theta") or theta),
-        "rope_scaling": _KINDS[kind],
+        "rope_scaling": "none" if kind == "default" else kind,
     }
     if kind == "proportional":
         rope.require(factor=1.0)
@@ -144,7 +136,7 @@ def rotary_fields(settings: Mapping[str, Any], theta: float, share: float | None
         rope.require(partial_rotary_factor=1.0)
     else:
         fields["rotary_percent"] = float(rope.get("partial_rotary_factor", share))
-    for theirs, ours in _NAMES[_KINDS[kind]].items():
+    for theirs, ours in _NAMES[kind].items():
         value = rope.get(theirs)
         if value is not None:
             fields[ours] = value if ours in _WHOLE else float(value)
@@ -162,9 +154,9 @@ def _written_rotary(config: ModelConfig, old_base: str) -> Fields:
 
 def scaling_of(config: ModelConfig) -> Fields:
     """Return transformers' settings of the scaling, without the base."""
-    values = {theirs: getattr(config, ours) for theirs, ours in _NAMES[config.rope_scaling].items()}
-    known = {name: value for name, value in values.items() if value is not None}
-    return {"rope_type": _THEIR_KINDS[config.rope_scaling], **known}
+    kind = "default" if config.rope_scaling == "none" else config.rope_scaling
+    values = {theirs: getattr(config, ours) for theirs, ours in _NAMES[kind].items()}
+    return {"rope_type": kind, **{name: value for name, value in values.items() if value is not None}}
 
 
 def _read_windows(hf: HFSettings, fields: Fields) -> Fields:
@@ -231,9 +223,8 @@ def layer_types(full_every: int, old_name: str = "") -> Rule:
     """
 
     def read(hf: HFSettings, fields: Fields) -> Fields:
-        size, every = hf.get("sliding_window", 4096), full_every
-        if old_name:
-            every = hf.get(old_name, full_every)
+        size = hf.get("sliding_window", 4096)
+        every = hf.get(old_name, full_every) if old_name else full_every
         marks = _marks_of(hf, [(number + 1) % every != 0 for number in range(fields["num_layers"])])
         if size is None or (size >= fields["seq_length"] and not windows_differ(ModelConfig(**fields))):
             return {}

@@ -12,14 +12,17 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megalite.config import LayerSpec, ModelConfig
+from megalite.config import ModelConfig
 from megalite.config.model.recurrence import DeltaNetSpec
 from megalite.frontends.huggingface.experts import (
     FUSED_EXPERTS,
+    SHARED_WIDTH,
+    WEIGHTS_OF_CHOSEN,
+    WIDTH,
     expert_modules,
+    experts,
     modules_with_some_experts,
     shared_expert_modules,
-    sparse_experts,
 )
 from megalite.frontends.huggingface.family import (
     Module,
@@ -33,7 +36,17 @@ from megalite.frontends.huggingface.family import (
 )
 from megalite.frontends.huggingface.llama import LLAMA, QWEN3, QWEN3_RULES, llama_like
 from megalite.frontends.huggingface.positions import FULL, WINDOWS, one_window, rotary, rotary_fields
-from megalite.frontends.huggingface.settings import Fields, HFSettings, Rule, biases, fixed, switch
+from megalite.frontends.huggingface.settings import (
+    Fields,
+    HFSettings,
+    Rule,
+    biases,
+    fixed,
+    only,
+    setting,
+    switch,
+    where,
+)
 from megalite.utils.errors import UserError
 
 _MLP = "model.layers.{}.mlp"
@@ -44,6 +57,40 @@ _GATED_EXPERTS = (
     *modules("layers.{}.mlp.", f"{_MLP}.", ("table", "shared.gate", "shared_expert_gate")),
 )
 """Modules of a layer with experts, without and with a shared one."""
+
+
+_EXPERT_RULES = (only(output_router_logits=False), *experts("num_experts num_local_experts"))
+_SHARED_EXPERT_RULES = (
+    setting("shared_expert_intermediate_size", SHARED_WIDTH),
+    fixed(moe_shared_expert_gate=True),
+)
+
+
+def _in_some_layers(*rules: Rule) -> tuple[Rule, Rule]:
+    """Return the rules of Qwen's experts, which some layers or models may not have."""
+
+    def marks(hf: HFSettings, fields: Fields) -> tuple[int, ...]:
+        step, dense = hf.get("decoder_sparse_step", 1), hf.get("mlp_only_layers") or ()
+        has_any, layers = hf["num_experts num_local_experts"] > 0, range(fields["num_layers"])
+        return tuple(int(has_any and (layer + 1) % step == 0 and layer not in dense) for layer in layers)
+
+    def read(hf: HFSettings, fields: Fields) -> Fields:
+        found = marks(hf, fields)
+        return {"moe_layer_freq": None if all(found) else found}
+
+    def write(config: ModelConfig) -> Fields:
+        specs = enumerate(config.layer_specs)
+        return {"mlp_only_layers": [number for number, spec in specs if spec.experts is None]}
+
+    return (
+        Rule(write=lambda _: {"num_experts": 0, "mlp_only_layers": [], "decoder_sparse_step": 1}),
+        where(
+            lambda hf, fields: any(marks(hf, fields)),
+            lambda config: config.has_experts,
+            *rules,
+            Rule(read, write),
+        ),
+    )
 
 
 def _check_types(hf: HFSettings, _: Fields) -> Fields:
@@ -60,7 +107,7 @@ QWEN2_MOE = replace(
         *llama_like(32768),
         Rule(_check_types),
         WINDOWS,
-        sparse_experts(gated=True),
+        *_in_some_layers(*_EXPERT_RULES, *_SHARED_EXPERT_RULES, WEIGHTS_OF_CHOSEN),
         switch("qkv_bias", "add_qkv_bias", True, "has_qkv_bias"),
     ),
     layer=modules_with_some_experts(LLAMA.layer, _GATED_EXPERTS),
@@ -70,7 +117,7 @@ QWEN3_MOE = replace(
     QWEN3,
     model_type="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
-    rules=(*QWEN3_RULES, one_window(switched=True), sparse_experts()),
+    rules=(*QWEN3_RULES, one_window(switched=True), *_in_some_layers(*_EXPERT_RULES, WEIGHTS_OF_CHOSEN)),
     layer=modules_with_some_experts(QWEN3.layer, _EXPERTS),
     experts=FUSED_EXPERTS,
 )
@@ -88,29 +135,24 @@ _SIZES = {
 
 
 def _read_delta_net(hf: HFSettings, fields: Fields) -> Fields:
-    every, types, num_layers = (
-        hf.get("full_attention_interval", 4),
-        hf.get("layer_types"),
-        fields["num_layers"],
-    )
+    every, types = hf.get("full_attention_interval", 4), hf.get("layer_types")
+    num_layers = fields["num_layers"]
     if types is None:
         types = [FULL if (number + 1) % every == 0 else _RECURRENT for number in range(num_layers)]
     if len(types) != num_layers or not {*types} <= {_RECURRENT, FULL}:
         raise UserError(f"layer_types {types} cannot be converted: {_RECURRENT} and {FULL} of each layer can")
-    sizes = {name: hf.get(name, usual) for name, usual in _SIZES.items()}
     if _RECURRENT not in types:
         return {}
     marks = tuple(int(kind == _RECURRENT) for kind in types)
     return {
         "recurrent_mixer": "gated_delta_net",
         "linear_attention_freq": None if all(marks) else marks,
-        **sizes,
     }
 
 
 def _write_delta_net(config: ModelConfig) -> Fields:
     types = [_RECURRENT if spec.attention is None else FULL for spec in config.layer_specs]
-    return {"layer_types": types, **{name: getattr(config, name) for name in _SIZES}}
+    return {"layer_types": types}
 
 
 def _hybrid(positions: Rule, width: str = "intermediate_size") -> tuple[Rule, ...]:
@@ -119,6 +161,11 @@ def _hybrid(positions: Rule, width: str = "intermediate_size") -> tuple[Rule, ..
         *llama_like(32768, rotary=positions, width=width, head_dim=256),
         biases(),
         Rule(_read_delta_net, _write_delta_net),
+        where(
+            lambda hf, fields: "recurrent_mixer" in fields,
+            lambda config: config.recurrent_mixer == "gated_delta_net",
+            *(setting(name, name, usual) for name, usual in _SIZES.items()),
+        ),
         fixed(qk_layernorm=True, zero_centered_norms=True, attention_output_gate=True),
     )
 
@@ -139,12 +186,8 @@ def _delta_net_modules(in_projections: str, grouping: Transform) -> tuple[Module
         ("vector", "dt_bias", "dt_bias"),
         ("table", "norm", "norm"),
         ("table", "projection", "out_proj"),
-        only_in=_is_recurrent,
+        only_in=lambda spec: isinstance(spec.mixer, DeltaNetSpec),
     )
-
-
-def _is_recurrent(spec: LayerSpec) -> bool:
-    return isinstance(spec.mixer, DeltaNetSpec)
 
 
 def _groups_of_two(place: Place) -> tuple[int, Sequence[int]]:
@@ -194,7 +237,14 @@ QWEN3_NEXT = replace(
     QWEN3,
     model_type="qwen3_next",
     architecture="Qwen3NextForCausalLM",
-    rules=(*_hybrid(rotary(share=_SHARE)), sparse_experts(norm_topk_prob=True, gated=True)),
+    rules=(
+        *_hybrid(rotary(share=_SHARE)),
+        *_in_some_layers(
+            *_EXPERT_RULES,
+            *_SHARED_EXPERT_RULES,
+            switch("norm_topk_prob", "moe_router_pre_softmax", True, negated=True),
+        ),
+    ),
     layer=(*_SHARED_LAYER, *_delta_net_modules("in_proj_qkvz in_proj_ba", by_kind(_groups_of_two, apart=1))),
     experts=FUSED_EXPERTS,
     mtp=(),  # its files have other names for these modules
@@ -226,8 +276,10 @@ QWEN3_5_MOE = replace(
     model_type="qwen3_5_moe_text",
     architecture="Qwen3_5MoeForCausalLM",
     rules=(
-        *_hybrid(_TEXT_ROTARY, width="moe_intermediate_size"),
-        sparse_experts(norm_topk_prob=True, gated=True, in_all_layers=True),
+        only(norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[]),
+        *_hybrid(_TEXT_ROTARY, WIDTH),
+        *_EXPERT_RULES,
+        *_SHARED_EXPERT_RULES,
     ),
     without_effect=("intermediate_size",),
 )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from megalite.config import ModelConfig
@@ -48,8 +49,6 @@ HF_GATES = {
     "relu": "reglu",
 }
 """Our gated activation for each of transformers' names for the gate's function."""
-THEIR_GATES = {ours: theirs for theirs, ours in reversed(HF_GATES.items())}
-THEIR_ACTIVATIONS = {ours: theirs for theirs, ours in reversed(HF_ACTIVATIONS.items())}
 
 
 class HFSettings:
@@ -65,22 +64,25 @@ class HFSettings:
         self.hf, self.kind, self.name = hf, kind, name
         self.names_read: set[str] = set()
 
-    def __getitem__(self, name: str) -> Any:
-        self.names_read.add(name)
-        return self.hf[name]
+    def __getitem__(self, names: str) -> Any:
+        """Return the value under the first of some names that is present, since settings were renamed.
+
+        Args:
+            names: separated by spaces.
+
+        Raises:
+            UserError: none is present, or all are null.
+        """
+        self.names_read.update(names.split())
+        for name in names.split():
+            if self.hf.get(name) is not None:
+                return self.hf[name]
+        raise UserError(f"{self.name} has no {' or '.join(names.split())}")
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return a setting, or the default if it is absent."""
         self.names_read.add(name)
         return self.hf.get(name, default)
-
-    def first(self, *names: str) -> Any:
-        """Return the value under the first of these names that is present, since settings were renamed."""
-        self.names_read.update(names)
-        for name in names:
-            if self.hf.get(name) is not None:
-                return self.hf[name]
-        raise UserError(f"{self.name} has no {' or '.join(names)}")
 
     def switch(self, name: str, default: bool) -> bool:
         """Return a setting that is true or false."""
@@ -88,13 +90,6 @@ class HFSettings:
         if not isinstance(value, bool):
             raise UserError(f"{self.name} has {name} {value!r}, which is not true or false")
         return value
-
-    def activation(self, name: str, default: str, known: Mapping[str, str] = HF_ACTIVATIONS) -> str:
-        """Return our name of an activation, by default of an ungated one."""
-        value = self.get(name, default)
-        if value not in known:
-            raise UserError(f"{name} {value!r} cannot be converted: {', '.join(known)} can")
-        return known[value]
 
     def require(self, **needed: Any) -> None:
         """Refuse settings that are present with another value than the only one that megalite has."""
@@ -131,10 +126,38 @@ class Rule:
     Attributes:
         read: returns our fields, for their settings and for the fields of the rules before.
         write: returns their settings for our config.
+        names: their settings, which have no effect in a model that `where` excludes.
     """
 
     read: Callable[[HFSettings, Fields], Fields] = lambda hf, fields: {}
     write: Callable[[ModelConfig], Fields] = lambda config: {}
+    names: tuple[str, ...] = ()
+
+
+def where(
+    in_theirs: Callable[[HFSettings, Fields], bool], in_ours: Callable[[ModelConfig], bool], *rules: Rule
+) -> Rule:
+    """Return the rules of settings that only some models of a family have, as one.
+
+    Args:
+        in_theirs, in_ours: return whether a model has them, in the arguments of `Rule.read` and `Rule.write`.
+    """
+    names = tuple(name for rule in rules for name in rule.names)
+
+    def read(hf: HFSettings, fields: Fields) -> Fields:
+        found: Fields = {}
+        if in_theirs(hf, fields):
+            for rule in rules:
+                found |= rule.read(hf, fields | found)
+        else:
+            hf.names_read.update(names)
+        return found
+
+    def write(config: ModelConfig) -> Fields:
+        written = [rule.write(config) for rule in rules] if in_ours(config) else []
+        return {name: value for settings in written for name, value in settings.items()}
+
+    return Rule(read, write, names)
 
 
 _REQUIRED = object()
@@ -154,16 +177,14 @@ def setting(theirs: str, ours: str, default: Any = _REQUIRED, attribute: str = "
     Args:
         theirs: its name; of several names, the first is written, and the first that is present is read.
         default: value if it is absent; without one, it is required.
-        attribute: property of our config to write; by default the field's.
+        attribute: property of our config to write, such as `mamba.kernel`; by default the field's.
     """
-    names, attribute = theirs.split(), attribute or _RESOLVED.get(ours, ours)
-
-    def read(hf: HFSettings, fields: Fields) -> Fields:
-        if default is not _REQUIRED:
-            return {ours: hf.get(theirs, default)}
-        return {ours: hf.first(*names) if len(names) > 1 else hf[theirs]}
-
-    return Rule(read, lambda config: {names[0]: getattr(config, attribute)})
+    names, value_of = theirs.split(), attrgetter(attribute or _RESOLVED.get(ours, ours))
+    return Rule(
+        lambda hf, fields: {ours: hf[theirs] if default is _REQUIRED else hf.get(theirs, default)},
+        lambda config: {names[0]: value_of(config)},
+        tuple(names),
+    )
 
 
 def switch(theirs: str, ours: str, default: bool, attribute: str = "", *, negated: bool = False) -> Rule:
@@ -171,6 +192,7 @@ def switch(theirs: str, ours: str, default: bool, attribute: str = "", *, negate
     return Rule(
         lambda hf, fields: {ours: hf.switch(theirs, default) != negated},
         lambda config: {theirs: getattr(config, attribute or ours) != negated},
+        (theirs,),
     )
 
 
@@ -186,16 +208,20 @@ def only(**needed: Any) -> Rule:
         hf.require(**needed)
         return {}
 
-    return Rule(read)
+    return Rule(read, names=tuple(needed))
 
 
-def activation(theirs: str, default: str, known: Mapping[str, str] = HF_ACTIVATIONS) -> Rule:
-    """Return the rule of the activation."""
-    written = THEIR_ACTIVATIONS if known is HF_ACTIVATIONS else THEIR_GATES
-    return Rule(
-        lambda hf, fields: {"activation": hf.activation(theirs, default, known)},
-        lambda config: {theirs: written.get(config.activation, default)},
-    )
+def activation(theirs: str, default: str, known: dict[str, str] = HF_ACTIVATIONS) -> Rule:
+    """Return the rule of the activation; `known` has our name for each of theirs."""
+    names = {ours: name for name, ours in reversed(known.items())}
+
+    def read(hf: HFSettings, fields: Fields) -> Fields:
+        name = hf.get(theirs, default)
+        if name not in known:
+            raise UserError(f"{theirs} {name!r} cannot be converted: {', '.join(known)} can")
+        return {"activation": known[name]}
+
+    return Rule(read, lambda config: {theirs: names.get(config.activation, default)})
 
 
 def biases(default: bool = False, mlp: bool | None = False) -> Rule:
