@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from megalite.data import _index_builder
 from megalite.data.blend import normalized
-from megalite.data.gpt_dataset import EpochPlan, GPTIndex, build_gpt_index, plan_epochs
+from megalite.data.gpt_dataset import EpochPlan, GPTIndex, gpt_index, plan_epochs
 
 SEED = 1234
 
@@ -82,7 +82,7 @@ def compare(num_documents: int, options: argparse.Namespace) -> None:
     plan = plan_epochs(tokens, num_samples, s)
 
     def ours() -> GPTIndex:
-        return build_gpt_index(lengths, range(num_documents), num_samples, s, SEED)
+        return gpt_index(lengths, range(num_documents), num_samples, s, SEED)
 
     def theirs() -> GPTIndex:
         return megatron_index(lengths, plan, s)

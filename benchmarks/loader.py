@@ -75,7 +75,7 @@ def ways(prefix: str, num_samples: int, seq_length: int) -> dict[str, Callable[[
     theirs = megatron_dataset(prefix, num_samples, seq_length)
 
     def gathered(samples: np.ndarray) -> Microbatch:
-        return read_microbatch(dataset, samples, CPU, GPTSamples(0, seed=0))
+        return read_microbatch(dataset, CPU, GPTSamples(0, seed=0), None, samples)
 
     def one_by_one(samples: np.ndarray) -> Microbatch:
         text = torch.from_numpy(np.stack([dataset[i] for i in samples.tolist()]))

@@ -304,15 +304,14 @@ def _compare_data(
     if not changed:
         yield from _reordered(description, config, dp)
     elif config.checkpoint.allow_data_change:
-        yield (
+        notice = (
             f"the data differ from the checkpoint's: {', '.join(changed)}; the next samples follow the new "
             "order"
         )
         if knows_both:
-            num_consumed = int(_mapping(description, "progress").get("consumed_samples", 0))
-            counts = samples_lost_and_repeated(saved, here["corpora"], num_consumed, _num_samples(config, dp))
-            if counts:
-                yield f"in the order of the new blend, {', '.join(counts)}"
+            numbers = _num_consumed(description), _num_samples(config, dp)
+            notice = "; ".join([notice, *samples_lost_and_repeated(saved, here["corpora"], *numbers)])
+        yield notice
     else:
         yield _Mistake(
             f"checkpoint {checkpoint} was trained on other data: {', '.join(changed)}; use the checkpoint's "
@@ -328,12 +327,13 @@ def _reordered(description: Mapping[str, Any], config: Config, dp: int) -> Itera
     if not saved or not length or is_packed or config.model.architecture != "gpt":
         return
     before = dataclasses.replace(config, training=dataclasses.replace(config.training, **length))
-    numbers = _num_samples(before, dp), _num_samples(config, dp)
+    numbers = _num_consumed(description), _num_samples(before, dp), _num_samples(config, dp)
     if texts := reordered_corpora(saved, *numbers, config.model.seq_length):
-        yield (
-            f"the new length of the run reorders the samples of {'; '.join(texts)}: some are read more "
-            "often than others"
-        )
+        yield f"the new length of the run reorders the samples of {'; '.join(texts)}"
+
+
+def _num_consumed(description: Mapping[str, Any]) -> int:
+    return int(_mapping(description, "progress").get("consumed_samples", 0))
 
 
 def _num_samples(config: Config, dp: int) -> int:

@@ -140,7 +140,7 @@ def _add_input(add: _Add) -> None:
         nargs="+",
         required=True,
         metavar="PATH",
-        help="files, globs or folders: .jsonl, .txt and .parquet, plain or .gz, .bz2, .xz, .zst; "
+        help="files, globs or folders: .jsonl and .txt, plain or .gz, .bz2, .xz, .zst, .parquet and .arrow; "
         "- reads JSONL from standard input",
     )
     add(
@@ -414,10 +414,11 @@ def _run(arguments: list[str]) -> None:
         )
     for report in summary.reports:
         print("\n".join(report.lines()))
-        if count := report.num_ends_in_texts:
+        if count := report.num_special_in_texts:
             log.warning(
-                "%s: the texts contain the end-of-document token %s, and training ends a document at each: "
-                "remove it from the texts unless this is intended",
-                report.prefix,
-                "once" if count == 1 else f"{count:,} times",
+                "%s: %s with the text of a special token, which becomes the token (first %s); training ends "
+                "a document at each of %d end-of-document tokens: remove them from the texts unless this is "
+                "intended",
+                *(report.prefix, "one document" if count == 1 else f"{count:,} documents"),
+                *(report.first_special_in_texts, report.num_ends_in_texts),
             )

@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +26,9 @@ from megalite.utils.errors import UserError
 
 NUM_AHEAD = 4
 """Number of microbatches to read ahead."""
+
+ReadMicrobatch = Callable[[npt.NDArray[np.int64], int], Microbatch]
+"""Reads the samples with these numbers, each in this many sequences, into host memory."""
 
 
 def microbatch_samples(
@@ -96,9 +100,10 @@ class BatchLoader:
         if self.positions.assigns_documents:
             self.assigner = DocumentAssigner(samples, self.positions, num_later)
         stride = micro_batch_size * topology.sample_ranks.size
+        self._read = partial(read_microbatch, dataset, topology.device, samples, self.assigner)
         self._prefetcher: Prefetcher | None = None
         if reads_data(topology, samples):
-            self._prefetcher = Prefetcher(dataset, stride, topology.device, samples, num_ahead, self.assigner)
+            self._prefetcher = Prefetcher(self._read, len(dataset), stride, topology.device, num_ahead)
 
     def __call__(self, consumed: int, index: int) -> Microbatch:
         """Load one microbatch to the device.
@@ -115,12 +120,8 @@ class BatchLoader:
         Raises:
             UserError: a sample is damaged; see `__call__`.
         """
-
-        def read(numbers: npt.NDArray[np.int64], count: int) -> Microbatch:
-            return read_microbatch(self.dataset, numbers, self.device, self.samples, self.assigner, count)
-
         numbers = self._numbers(consumed, index, replica)
-        return self._load(consumed, numbers, None if self._prefetcher is None else read)
+        return self._load(consumed, numbers, None if self._prefetcher is None else self._read)
 
     def _numbers(self, consumed: int, index: int, replica: int) -> npt.NDArray[np.int64]:
         return microbatch_samples(consumed, index, self.micro_batch_size, replica, self.sample_ranks.size)
@@ -129,7 +130,7 @@ class BatchLoader:
         self,
         consumed: int,
         numbers: npt.NDArray[np.int64],
-        read: Callable[[npt.NDArray[np.int64], int], Microbatch] | None,
+        read: ReadMicrobatch | None,
     ) -> Microbatch:
         """Load samples by number to the device; `read` is None on a rank that reads no samples."""
         count = self.sequences_per_sample(consumed)
@@ -175,19 +176,16 @@ class Prefetcher:
 
     def __init__(
         self,
-        dataset: Dataset,
+        read: ReadMicrobatch,
+        num_samples: int,
         stride: int,
         device: torch.device,
-        samples: Samples,
         num_ahead: int = NUM_AHEAD,
-        assigner: DocumentAssigner | None = None,
     ) -> None:
-        self._dataset = dataset
-        self._samples = samples
-        self._assigner = assigner
+        self._read = read
+        self._num_samples = num_samples
         self._num_ahead = num_ahead
         self._stride = stride
-        self._device = device
         # By the first sample's number, and the sequences of a sample.
         self._reads: OrderedDict[tuple[int, int], Future[Microbatch]] = OrderedDict()
         # The thread must not refer to this object: it would keep the object alive forever.
@@ -203,20 +201,17 @@ class Prefetcher:
             UserError: a sample is damaged.
         """
         count = sequences_per_sample
-        read = self._reads.pop((int(numbers[0]), count), None) or self._start(numbers, count)
+        read = self._reads.pop((int(numbers[0]), count), None) or self._pool.submit(
+            self._read, numbers, count
+        )
         for ahead in range(1, self._num_ahead + 1):
             following = numbers + ahead * self._stride
             key = int(following[0]), count
-            if key not in self._reads and int(following[-1]) < len(self._dataset):
-                self._reads[key] = self._start(following, count)
+            if key not in self._reads and int(following[-1]) < self._num_samples:
+                self._reads[key] = self._pool.submit(self._read, following, count)
         while len(self._reads) > self._num_ahead:
             self._reads.popitem(last=False)[1].cancel()
         return read.result()
-
-    def _start(self, numbers: npt.NDArray[np.int64], count: int) -> Future[Microbatch]:
-        return self._pool.submit(
-            read_microbatch, self._dataset, numbers, self._device, self._samples, self._assigner, count
-        )
 
     def close(self, *, waits: bool = True) -> None:
         """Drop what was read ahead and end the thread after the read in progress."""
@@ -226,10 +221,10 @@ class Prefetcher:
 
 def read_microbatch(
     dataset: Dataset,
-    numbers: npt.NDArray[np.int64],
     device: torch.device,
     samples: Samples,
-    assigner: DocumentAssigner | None = None,
+    assigner: DocumentAssigner | None,
+    numbers: npt.NDArray[np.int64],
     sequences_per_sample: int = 1,
 ) -> Microbatch:
     """Read samples by number into host memory that `device` can copy from; any thread may call this.

@@ -20,10 +20,18 @@ from megalite.config import Config
 from megalite.config.model.transformer import NUM_BERT_SPECIAL
 from megalite.data import _index_builder
 from megalite.data.bert_masking import BertSample, WordPieces, make_sample
-from megalite.data.gpt_dataset import Dataset, count_tokens, gather
-from megalite.data.index_cache import Arrays, CachedArrays, CacheKey, IndexCache, digest_of, reported_progress
+from megalite.data.gpt_dataset import Dataset
+from megalite.data.index_cache import (
+    Arrays,
+    CachedArrays,
+    CacheKey,
+    IndexCache,
+    cached_arrays,
+    digest_of,
+    reported_progress,
+)
 from megalite.data.indexed_dataset import IndexedDataset
-from megalite.data.samples import MockDataset
+from megalite.data.samples import MockDataset, Samples
 from megalite.data.storage import FilesInUse
 from megalite.data.tokenizers.hf_tokenizer import HuggingFaceTokenizer
 from megalite.data.tokenizers.tokenizer import Tokenizer
@@ -174,8 +182,6 @@ class BertDataset:
                 self.indexed.check_files()
             return {"sample_index": rows}
 
-        if cache is None:
-            return CachedArrays(build())
         values = {
             **arguments,
             "document_bounds_sha256": digest_of(bounds),
@@ -184,7 +190,7 @@ class BertDataset:
         }
         num_entries = 3 * max(len(sequences), num_samples or 0)
         key = CacheKey("BertDataset", split_name, values, num_entries, self.indexed.prefix)
-        return cache.get(key, ("sample_index",), build)
+        return cached_arrays(cache, key, ("sample_index",), build)
 
     def __len__(self) -> int:
         return len(self.sample_index)
@@ -203,15 +209,8 @@ class BertDataset:
             self._files.verify()
             raise
         self._files.check()
-        vocab_size = self.options.pieces.vocab_size
         for number, sentence in enumerate(sentences, first):
-            wrong = sentence[(sentence < 0) | (sentence >= vocab_size)]
-            if len(wrong):
-                raise UserError(
-                    f"document {self.indexed.document_of(number)} of {self.indexed.prefix} has token id "
-                    f"{wrong[0]}, outside the vocabulary of {vocab_size}: preprocess it with the tokenizer "
-                    "of this model"
-                )
+            self.indexed.check_vocabulary(number, sentence, self.options.pieces.vocab_size)
         kept = [sentence for sentence in sentences if len(sentence)]
         return self.options.row(kept, max_tokens, self.options.seed + index)
 
@@ -239,15 +238,13 @@ def word_pieces(tokenizer: Tokenizer) -> WordPieces:
 
 
 @dataclass(frozen=True)
-class BertSamples:
+class BertSamples(Samples):
     """Samples with two segments of one document and some words masked."""
 
     options: BertOptions
 
-    on_every_stage = True  # attention must know the padding
     are_masked = True
     are_of_documents = True
-    are_whole_documents = False
 
     @staticmethod
     def of(config: Config, tokenizer: Tokenizer | None) -> BertSamples:
@@ -283,9 +280,6 @@ class BertSamples:
                 "several sentences: preprocess it with --split-sentences, or pass --bert-no-binary-head"
             )
 
-    def num_tokens(self, corpus: IndexedDataset, sequences: range) -> int:
-        return count_tokens(corpus.sequence_lengths, sequences)
-
     def dataset(
         self,
         corpus: IndexedDataset,
@@ -299,14 +293,11 @@ class BertSamples:
     def mock(self, num_samples: int, split: int) -> Dataset:
         return MockDataset(num_samples, self.options.seed, split, self.options.random_row)
 
-    def read(self, dataset: Dataset, numbers: npt.NDArray[np.int64]) -> Microbatch:
-        return self.microbatch(torch.from_numpy(gather(dataset, numbers)), torch.from_numpy(numbers))
-
-    def microbatch(self, text: Tensor, sample_numbers: Tensor) -> Microbatch:
+    def microbatch(self, rows: Tensor, sample_numbers: Tensor) -> Microbatch:
         """Return the microbatch of packed rows, int64 ``[b, 3 s + 2]``; see `packed_row`."""
         s = self.seq_length
-        tokens, token_types, labels = (part.contiguous() for part in text[:, : 3 * s].split(s, dim=1))
-        is_padding = torch.arange(s) >= text[:, -2:-1]
+        tokens, token_types, labels = (part.contiguous() for part in rows[:, : 3 * s].split(s, dim=1))
+        is_padding = torch.arange(s) >= rows[:, -2:-1]
         positions = (labels < 0).char().argsort(dim=1, stable=True)  # positions with a label come first
         positions = positions[:, : self.options.max_predictions].contiguous()
         labels = labels.gather(1, positions)
@@ -320,8 +311,5 @@ class BertSamples:
             is_real=~is_padding,
             label_positions=positions,
             token_types=token_types,
-            order_labels=text[:, -1].contiguous(),
+            order_labels=rows[:, -1].contiguous(),
         )
-
-    def marked(self, microbatch: Microbatch) -> Microbatch:
-        return microbatch

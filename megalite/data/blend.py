@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from megalite.data import _index_builder
 from megalite.data.gpt_dataset import Dataset, gather, verify_files
-from megalite.data.index_cache import Arrays, CachedArrays, CacheKey, IndexCache, reported_progress
+from megalite.data.index_cache import Arrays, CacheKey, IndexCache, cached_arrays, reported_progress
 from megalite.data.storage import FilesInUse
 from megalite.utils.errors import UserError
 
@@ -113,12 +113,9 @@ class BlendedDataset:
             assert all(n <= len(d) for n, d in zip(drawn, datasets, strict=True)), "a dataset is too small"
             return {"dataset_index": chosen, "dataset_sample_index": numbers}
 
-        if cache is None:
-            cached = CachedArrays(build())
-        else:
-            values = {"weights": normalized(weights), "num_samples": num_samples, "format": _FORMAT}
-            key = CacheKey("BlendedDataset", split_name, values, 2 * num_samples, prefix)
-            cached = cache.get(key, ("dataset_index", "dataset_sample_index"), build)
+        values = {"weights": normalized(weights), "num_samples": num_samples, "format": _FORMAT}
+        key = CacheKey("BlendedDataset", split_name, values, 2 * num_samples, prefix)
+        cached = cached_arrays(cache, key, ("dataset_index", "dataset_sample_index"), build)
         self.dataset_index = cached.arrays["dataset_index"]
         self.dataset_sample_index = cached.arrays["dataset_sample_index"]
         self._files = FilesInUse(cached.files)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,7 @@ import numpy.typing as npt
 
 from megalite.data.blend import normalized, num_samples_to_build
 from megalite.data.corpus_sources import SPLIT_NAMES, Blend, Sources
-from megalite.data.gpt_dataset import plan_epochs
+from megalite.data.gpt_dataset import EpochPlan, plan_epochs
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.loss_mask import LossMask
 from megalite.utils.errors import few
@@ -80,16 +82,12 @@ class CorpusIdentity:
 
     def is_equal(self, other: CorpusIdentity) -> bool:
         """Return whether both are the same corpus, as far as both are known."""
-        token_digests = self.tokens_sha256, other.tokens_sha256
-        return self._without_tokens() == other._without_tokens() and (
-            None in token_digests or token_digests[0] == token_digests[1]
-        )
+        if None in (self.tokens_sha256, other.tokens_sha256):
+            return replace(self, tokens_sha256=other.tokens_sha256) == other
+        return self == other
 
     def __str__(self) -> str:
         return f"{self.sequences:,} sequences in {self.bin_bytes:,} bytes, {_short_digest(asdict(self))}"
-
-    def _without_tokens(self) -> tuple[object, ...]:
-        return self.bin_bytes, self.sequences, self.documents, self.dtype, self.index_sha256
 
 
 def _sampled(array: npt.NDArray[Any]) -> Iterator[npt.NDArray[np.uint8]]:
@@ -178,20 +176,25 @@ def samples_lost_and_repeated(
     for key, (prefix, share) in after.items():
         num_read = round(before.get(key, (prefix, 0.0))[1] * num_consumed)
         first, end = round(share * num_consumed), round(share * num_samples)
+        change = f"{prefix} was read up to about sample {num_read:,} and continues at {first:,}, so that"
         if (num_lost := first - num_read) > 1:
-            texts.append(f"about {num_lost:,} samples of {prefix} are skipped")
+            texts.append(f"{change} {num_lost:,} samples are skipped")
         elif (num_repeated := min(num_read, end) - first) > 1:
-            texts.append(f"about {num_repeated:,} samples of {prefix} are read again")
+            texts.append(f"{change} {num_repeated:,} samples are read again")
     return texts
 
 
-def reordered_corpora(record: Mapping[str, Any], num_before: int, num_now: int, seq_length: int) -> list[str]:
+def reordered_corpora(
+    record: Mapping[str, Any], num_consumed: int, num_before: int, num_now: int, seq_length: int
+) -> list[str]:
     """Describe the corpora whose samples another length of the run puts in another order.
 
-    The epochs of a corpus are shuffled together, so that their order depends on their number.
+    The epochs of a corpus are shuffled together, as in Megatron-LM, so that their order depends on their
+    number.
 
     Args:
         record: the record of `DataRecord.for_json`.
+        num_consumed: number of samples that were trained on.
         num_before: number of samples of the whole run until now.
         num_now: number of samples of the whole run from now on.
     """
@@ -204,8 +207,33 @@ def reordered_corpora(record: Mapping[str, Any], num_before: int, num_now: int, 
             for number in (num_before, num_now)
         )
         if before != now:
-            texts.append(f"{prefix} (epochs: {before.num_epochs}, now {now.num_epochs})")
+            number = num_read_again(before, now, round(num_consumed * share))
+            texts.append(
+                f"{prefix} (epochs: {before.num_epochs}, now {now.num_epochs}): about {number:,} of its "
+                "samples are read once more than without the change, and as many once less"
+            )
     return texts
+
+
+def num_read_again(before: EpochPlan, now: EpochPlan, num_consumed: int) -> int:
+    """Return the expected number of samples that the first order has read and the second one reads again.
+
+    The samples that the second order has before `num_consumed` are not read in it; as many of these were not
+    read in the first order either.
+    """
+    pairs = itertools.product(_times_read(before, num_consumed), _times_read(now, num_consumed))
+    mean = sum(max(0, read - skipped) * p * q for (read, p), (skipped, q) in pairs)
+    return round(mean * now.num_samples / now.num_epochs)
+
+
+def _times_read(plan: EpochPlan, num_consumed: int) -> list[tuple[int, float]]:
+    """Return how often a text is among the first samples of an order, with the probability of each number."""
+    first = plan.num_samples if plan.num_samples_before_last is None else plan.num_samples_before_last
+    certain, n = 0, plan.num_epochs - (first < plan.num_samples)
+    share = num_consumed / first
+    if share > 1:
+        certain, n, share = n, 1, min(1, (num_consumed - first) / max(1, plan.num_samples - first))
+    return [(certain + k, math.comb(n, k) * share**k * (1 - share) ** (n - k)) for k in range(n + 1)]
 
 
 def _train_shares(record: Mapping[str, Any]) -> dict[tuple[Any, ...], tuple[str, float]]:

@@ -8,18 +8,14 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
 import numpy.typing as npt
 
-from megalite.data.indexed_dataset import (
-    DTYPE_CODES,
-    HEADER,
-    MAGIC,
-    VERSION,
-    IndexedDataset,
-    replace_dataset,
-)
+from megalite.data.indexed_dataset import IndexedDataset, replace_dataset, write_index
 from megalite.data.loss_mask import LOSS_MASK, LossMask, has_loss_mask
 from megalite.data.tokenizers.tokenizer_digest import (
     copy_tokenizer_digest,
@@ -119,6 +115,12 @@ def merge_datasets(prefixes: Sequence[str], output_prefix: str, overwrite: bool 
     _check_types(sources)
     digest_source = _source_of_digest(prefixes)
     masks = _loss_masks(sources)
+    summary = MergeSummary(
+        tuple(prefixes),
+        sum(map(len, sources)),
+        sum(source.num_documents for source in sources),
+        sum(source.num_tokens for source in sources),
+    )
     suffixes = ("bin", *([LOSS_MASK] if masks else []), "idx")
     temporary = {suffix: f"{output_prefix}.{suffix}.{os.getpid()}.tmp" for suffix in suffixes}
     try:
@@ -129,7 +131,10 @@ def merge_datasets(prefixes: Sequence[str], output_prefix: str, overwrite: bool 
             with new_file(temporary[LOSS_MASK]) as stream:
                 _write_tokens([mask.file.array for mask in masks], stream)
         with new_file(temporary["idx"]) as stream:
-            _write_index(sources, stream)
+            sizes = summary.num_sequences, summary.num_documents
+            write_index(
+                stream, sources[0].dtype, sizes, partial(_lengths, sources), partial(_counts, sources)
+            )
         for dataset in sources:
             dataset.check_files()
         for mask in masks:
@@ -137,7 +142,7 @@ def merge_datasets(prefixes: Sequence[str], output_prefix: str, overwrite: bool 
         with suppress(FileNotFoundError):  # before the digest changes: it belongs to another dataset
             os.remove(paths[1])
         if digest_source is None:
-            digest_path(output_prefix).unlink(missing_ok=True)
+            Path(digest_path(output_prefix)).unlink(missing_ok=True)
         else:
             copy_tokenizer_digest(digest_source, output_prefix)
         replace_dataset(output_prefix, temporary)
@@ -146,12 +151,7 @@ def merge_datasets(prefixes: Sequence[str], output_prefix: str, overwrite: bool 
     finally:
         for path in filter(os.path.exists, temporary.values()):
             os.remove(path)
-    return MergeSummary(
-        tuple(prefixes),
-        sum(map(len, sources)),
-        sum(source.num_documents for source in sources),
-        sum(source.num_tokens for source in sources),
-    )
+    return summary
 
 
 def _check_types(sources: Sequence[IndexedDataset]) -> None:
@@ -204,27 +204,16 @@ def _write_tokens(arrays: Sequence[npt.NDArray[Any]], stream: BinaryIO) -> None:
             stream.write(block.tobytes())
 
 
-def _write_index(sources: Sequence[IndexedDataset], stream: BinaryIO) -> None:
-    code = {name: code for code, name in DTYPE_CODES.items()}[sources[0].dtype.name]
-    num_sequences = sum(map(len, sources))
-    num_entries = sum(source.num_documents for source in sources) + 1
-    stream.write(HEADER.pack(MAGIC, VERSION, code, num_sequences, num_entries))
+def _lengths(sources: Sequence[IndexedDataset]) -> Iterator[npt.NDArray[Any]]:
     for source in sources:
-        _write_blocks(stream, source.sequence_lengths, 0)
-    num_bytes = 0
-    for source in sources:
-        _write_blocks(stream, source.sequence_offsets, num_bytes)
-        num_bytes += source.num_tokens * source.dtype.itemsize
-    stream.write(bytes(8))
-    num_before = 0
-    for source in sources:
-        _write_blocks(stream, source.document_index[1:], num_before)
-        num_before += len(source)
+        yield from _blocks(source.sequence_lengths)
 
 
-def _write_blocks(stream: BinaryIO, values: npt.NDArray[Any], shift: int) -> None:
-    for block in _blocks(values):
-        stream.write((block + block.dtype.type(shift)).tobytes())
+def _counts(sources: Sequence[IndexedDataset]) -> Iterator[npt.NDArray[Any]]:
+    """Yield the numbers of sequences of the documents."""
+    for source in sources:
+        for first in range(0, source.num_documents, _BLOCK):
+            yield np.diff(source.document_index[first : first + _BLOCK + 1])
 
 
 def _blocks(values: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:

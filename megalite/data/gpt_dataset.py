@@ -80,15 +80,21 @@ def plan_epochs(tokens_per_epoch: int, num_samples: int | None, seq_length: int)
     return EpochPlan(num_epochs, total, before_last if apart else None)
 
 
-def build_gpt_index(
+def gpt_index(
     sequence_lengths: npt.NDArray[np.int32],
     sequences: range,
     num_samples: int | None,
     seq_length: int,
     seed: int,
-    name: str = "the order of samples",
+    cache: IndexCache | None = None,
+    prefix: str = "",
+    split_name: str = "train",
+    check_lengths: Callable[[], None] = lambda: None,
 ) -> GPTIndex:
-    """Build the three arrays for consecutive sequences of a dataset.
+    """Build the three arrays for consecutive sequences of a corpus, or map them from a cache.
+
+    The digest covers the split's lengths and everything that the arrays depend on. It covers the number of
+    epochs instead of the number of samples, so a run that is made a little longer finds its index.
 
     Args:
         sequence_lengths: lengths of all sequences of the dataset, in tokens.
@@ -96,35 +102,25 @@ def build_gpt_index(
         num_samples: build at least this many samples, from as many epochs as needed; None for one epoch.
         seq_length: S; a sample holds S + 1 tokens.
         seed: seed of the shuffles, the same for every dataset and split.
-        name: name of the build in the progress log.
+        prefix: prefix of the corpus.
+        check_lengths: raises if the lengths have changed; called before a new index is stored.
 
     Raises:
         UserError: the sequences hold no tokens.
     """
     plan = plan_epochs(count_tokens(sequence_lengths, sequences), num_samples, seq_length)
-    return _build(sequence_lengths, sequences, plan, seq_length, seed, name)
+    name = f"the order of the {split_name} split of {prefix}"
+    names = ("document_index", "sample_index", "shuffle_index")
 
+    arguments = (sequence_lengths, sequences, plan, seq_length, seed, name)
 
-def cached_gpt_index(
-    cache: IndexCache,
-    prefix: str,
-    split_name: str,
-    sequence_lengths: npt.NDArray[np.int32],
-    sequences: range,
-    num_samples: int | None,
-    seq_length: int,
-    seed: int,
-    check_lengths: Callable[[], None] = lambda: None,
-) -> GPTIndex:
-    """Return the result of `build_gpt_index`, mapped from a cache if another process or run has built it.
+    def build() -> dict[str, npt.NDArray[Any]]:
+        arrays = _build(*arguments)
+        check_lengths()
+        return dict(zip(names, arrays, strict=True))
 
-    The digest covers the split's lengths and everything that the arrays depend on. It covers the number of
-    epochs instead of the number of samples, so a run that is made a little longer finds its index.
-
-    Args:
-        check_lengths: raises if the lengths have changed; called before a new index is stored.
-    """
-    plan = plan_epochs(count_tokens(sequence_lengths, sequences), num_samples, seq_length)
+    if cache is None:
+        return GPTIndex(*_build(*arguments))
     values = {
         **asdict(plan),
         "first_sequence": sequences.start,
@@ -135,16 +131,7 @@ def cached_gpt_index(
         "format": _FORMAT,
     }
     num_entries = plan.num_epochs * len(sequences) + 3 * plan.num_samples
-    key = CacheKey("GPTDataset", split_name, values, num_entries, prefix)
-    names = ("document_index", "sample_index", "shuffle_index")
-    name = f"the order of the {split_name} split of {prefix}"
-
-    def build() -> dict[str, npt.NDArray[Any]]:
-        index = _build(sequence_lengths, sequences, plan, seq_length, seed, name)
-        check_lengths()
-        return {array: getattr(index, array) for array in names}
-
-    cached = cache.get(key, names, build)
+    cached = cache.get(CacheKey("GPTDataset", split_name, values, num_entries, prefix), names, build)
     return GPTIndex(**cached.arrays, files=cached.files)
 
 
@@ -184,7 +171,7 @@ def _build(
     seq_length: int,
     seed: int,
     name: str,
-) -> GPTIndex:
+) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]:
     """Shuffle the documents, then cut the samples while another thread shuffles their numbers."""
     # The order of random draws is part of the format: first documents, then samples. Cutting draws nothing.
     random = _index_builder.LegacyRandom(seed)
@@ -198,7 +185,7 @@ def _build(
         samples = _index_builder.build_sample_index(
             sequence_lengths, documents, seq_length, plan.num_samples, _is_wide(stream_length), progress
         )
-        return GPTIndex(documents, samples, shuffle.result())
+        return documents, samples, shuffle.result()
 
 
 def _document_index(
@@ -253,22 +240,13 @@ class GatherDataset(Protocol):
         ...
 
 
-@runtime_checkable
-class FileDataset(Protocol):
-    """Dataset of samples from files that must not change meanwhile."""
-
-    def verify_files(self) -> None:
-        """Check now that the files have not changed since they were read, before training results are saved.
-
-        Raises:
-            UserError: a file was changed or became unreadable while it was in use.
-        """
-
-
 def verify_files(dataset: Dataset) -> None:
-    """Check the files of any dataset; see `FileDataset`."""
-    if isinstance(dataset, FileDataset):
-        dataset.verify_files()
+    """Check that the files of a dataset have not changed since they were read, if it has a method for this.
+
+    Raises:
+        UserError: a file was changed or became unreadable while it was in use.
+    """
+    getattr(dataset, "verify_files", lambda: None)()
 
 
 def gather(dataset: Dataset, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -323,14 +301,11 @@ class GPTDataset:
                 f"sequences, fewer than the {seq_length + 1} of one sample: use more text, a larger "
                 "share in --split, or a smaller --seq-length"
             )
-        arguments = (lengths, sequences, num_samples, seq_length, seed)
         try:
-            if cache is None:
-                name = f"the order of the {split_name} split of {indexed.prefix}"
-                self.index = build_gpt_index(*arguments, name)
-            else:
-                check = indexed.check_files
-                self.index = cached_gpt_index(cache, indexed.prefix, split_name, *arguments, check)
+            self.index = gpt_index(
+                *(lengths, sequences, num_samples, seq_length, seed),
+                *(cache, indexed.prefix, split_name, indexed.check_files),
+            )
         except IndexError:  # the lengths were checked on opening
             indexed.check_files()
             raise
@@ -407,12 +382,5 @@ class GPTDataset:
         for row in rows.tolist():
             first, last = self.index.sample_index[row : row + 2, 0].tolist()
             for sequence in self.index.document_index[first : last + 1].tolist():
-                tokens = self.indexed[sequence]
-                wrong = tokens[(tokens < 0) | (tokens >= vocab_size)]
-                if len(wrong):
-                    raise UserError(
-                        f"document {self.indexed.document_of(sequence)} of {self.indexed.prefix} has token "
-                        f"id {wrong[0]}, outside the vocabulary of {vocab_size}: preprocess it with the "
-                        "tokenizer of this model, or pass a larger --vocab-size"
-                    )
+                self.indexed.check_vocabulary(sequence, self.indexed[sequence], vocab_size)
         raise AssertionError("no token outside the vocabulary")

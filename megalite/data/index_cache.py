@@ -120,6 +120,13 @@ class IndexCache:
         return loaded if isinstance(loaded, CachedArrays) else _build_once(entry, build)
 
 
+def cached_arrays(
+    cache: IndexCache | None, key: CacheKey, names: Sequence[str], build: Callable[[], Arrays]
+) -> CachedArrays:
+    """Return the arrays with these names from a cache; without one, build them in memory."""
+    return CachedArrays(build()) if cache is None else cache.get(key, names, build)
+
+
 class _Entry:
     """Files of one key."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import struct
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -126,6 +126,20 @@ class IndexedDataset:
     def document_of(self, sequence: int) -> int:
         """Return the number of the document that a sequence belongs to."""
         return int(np.searchsorted(self.document_index, sequence, side="right")) - 1
+
+    def check_vocabulary(self, sequence: int, tokens: npt.NDArray[Any], vocab_size: int) -> None:
+        """Check tokens of a sequence.
+
+        Raises:
+            UserError: an id is outside the vocabulary.
+        """
+        wrong = tokens[(tokens < 0) | (tokens >= vocab_size)]
+        if len(wrong):
+            raise UserError(
+                f"document {self.document_of(sequence)} of {self.prefix} has token id {wrong[0]}, outside "
+                f"the vocabulary of {vocab_size}: preprocess it with the tokenizer of this model, or pass a "
+                "larger --vocab-size"
+            )
 
 
 def _open(path: str) -> MappedBytes:
@@ -284,7 +298,6 @@ class IndexedWriter:
     def __init__(self, prefix: str, dtype: npt.DTypeLike, overwrite: bool = False) -> None:
         self.prefix = prefix
         self.dtype = np.dtype(dtype).newbyteorder("<")
-        self._code = {name: code for code, name in DTYPE_CODES.items()}[self.dtype.name]
         self._lengths = array("i")
         self._document_ends = array("q", [0])
         self.num_tokens = 0
@@ -349,18 +362,11 @@ class IndexedWriter:
         self._bin.flush()
         os.fsync(self._bin.fileno())
         with new_file(self._temporary("idx")) as stream:
-            self._write_index(stream)
+            lengths = np.frombuffer(self._lengths, np.int32)
+            counts = np.diff(np.frombuffer(self._document_ends, np.int64))
+            sizes = len(lengths), len(counts)
+            write_index(stream, self.dtype, sizes, lambda: [lengths], lambda: [counts])
         replace_dataset(self.prefix, {kind: self._temporary(kind) for kind in ("bin", "idx")})
-
-    def _write_index(self, stream: BinaryIO) -> None:
-        lengths = np.frombuffer(self._lengths, np.int32)
-        offsets = np.zeros(len(lengths), np.int64)
-        np.cumsum(lengths[:-1], out=offsets[1:])
-        offsets *= self.dtype.itemsize
-        documents = np.frombuffer(self._document_ends, np.int64)
-        stream.write(HEADER.pack(MAGIC, VERSION, self._code, len(lengths), len(documents)))
-        for values, kind in ((lengths, "<i4"), (offsets, "<i8"), (documents, "<i8")):
-            stream.write(values.astype(kind, copy=False).tobytes())
 
     def _discard(self) -> None:
         self._bin.close()
@@ -370,6 +376,38 @@ class IndexedWriter:
 
     def _temporary(self, extension: str) -> str:
         return f"{self.prefix}.{extension}.{os.getpid()}.tmp"
+
+
+def write_index(
+    stream: BinaryIO,
+    dtype: np.dtype[Any],
+    sizes: tuple[int, int],
+    lengths: Callable[[], Iterable[npt.NDArray[Any]]],
+    counts: Callable[[], Iterable[npt.NDArray[Any]]],
+) -> None:
+    """Write an .idx in constant memory.
+
+    Args:
+        stream: the new file.
+        dtype: dtype of the tokens.
+        sizes: number of sequences and of documents.
+        lengths: yields the sequences' lengths, some at a time.
+        counts: yields the documents' numbers of sequences, some at a time.
+    """
+    code = next(code for code, name in DTYPE_CODES.items() if name == dtype.name)
+    stream.write(HEADER.pack(MAGIC, VERSION, code, sizes[0], sizes[1] + 1))
+    for block in lengths():
+        stream.write(block.astype("<i4", copy=False).tobytes())
+    end = 0
+    for block in lengths():
+        ends = end + np.cumsum(block, dtype=np.int64)
+        stream.write(((ends - block) * dtype.itemsize).astype("<i8").tobytes())
+        end += int(block.sum(dtype=np.int64))
+    stream.write(bytes(8))
+    end = 0
+    for block in counts():
+        stream.write((end + np.cumsum(block, dtype=np.int64)).astype("<i8", copy=False).tobytes())
+        end += int(block.sum(dtype=np.int64))
 
 
 def replace_dataset(prefix: str, files: Mapping[str, str]) -> None:

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from megalite.batch.microbatch import Microbatch
 from megalite.data.epochs import Epochs
-from megalite.data.gpt_dataset import Dataset, gather
-from megalite.data.index_cache import Arrays, CachedArrays, CacheKey, IndexCache, digest_of
+from megalite.data.gpt_dataset import Dataset
+from megalite.data.index_cache import Arrays, CachedArrays, CacheKey, IndexCache, cached_arrays, digest_of
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.loss_mask import LossMask
-from megalite.data.samples import MockDataset
+from megalite.data.samples import MockDataset, Samples
 from megalite.data.storage import FilesInUse
 from megalite.kernels.visible_keys import document_starts
 from megalite.utils.errors import UserError
@@ -179,8 +179,6 @@ class PackedDataset:
             self.indexed.check_files()
             return packing._asdict()
 
-        if cache is None:
-            return CachedArrays(build())
         values = {
             **asdict(self.options),
             "first_sequence": self.sequences.start,
@@ -190,7 +188,7 @@ class PackedDataset:
         }
         num_items = 2 * int(self._first_pieces[-1])
         key = CacheKey("PackedDataset", split_name, values, num_items, self.indexed.prefix)
-        return cache.get(key, Packing._fields, build)
+        return cached_arrays(cache, key, Packing._fields, build)
 
     def _unanswered(self, long: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the truncated sequences that have no answer in the part that fits a sample.
@@ -212,7 +210,9 @@ class PackedDataset:
         lengths[last] = (self._positions - (counts - 1) * size)[counts > 0]
         # Pieces of equal length are mixed, and then the samples.
         order = np.random.default_rng(self.options.seed).permutation(len(lengths))
-        packing = pack_best_fit(lengths[order], size) if self.options.packs else one_per_sample(len(order))
+        if not self.options.packs:
+            return Packing(order, np.arange(len(order) + 1))
+        packing = pack_best_fit(lengths[order], size)
         return Packing(order[packing.items], packing.bounds)
 
     def use(self) -> str:
@@ -268,24 +268,13 @@ class PackedDataset:
         read = []
         for piece in self.pieces(index):
             tokens = self.tokens_of(piece)
-            self._check(piece, tokens)
-            read.append((tokens, self._has_loss(piece, tokens)))
+            self.indexed.check_vocabulary(piece.sequence, tokens, self.options.vocab_size)
+            has_loss = np.ones(len(tokens), np.bool_)
+            if self.mask is not None:
+                has_loss = self.mask[piece.sequence][self._slice(piece)]
+            read.append((tokens, has_loss))
         self._files.check()
         return sequences_row(read, self.options.seq_length)
-
-    def _has_loss(self, piece: SequencePiece, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        if self.mask is None:
-            return np.ones(len(tokens), np.bool_)
-        return self.mask[piece.sequence][self._slice(piece)]
-
-    def _check(self, piece: SequencePiece, tokens: npt.NDArray[np.int64]) -> None:
-        wrong = tokens[(tokens < 0) | (tokens >= self.options.vocab_size)]
-        if len(wrong):
-            raise UserError(
-                f"document {self.indexed.document_of(piece.sequence)} of {self.indexed.prefix} has token id "
-                f"{wrong[0]}, outside the vocabulary of {self.options.vocab_size}: preprocess it with the "
-                "tokenizer of this model, or pass a larger --vocab-size"
-            )
 
     def verify_files(self) -> None:
         self._files.verify()
@@ -339,13 +328,8 @@ def pack_best_fit(lengths: npt.NDArray[np.int64], size: int) -> Packing:
     return Packing(items, bounds.astype(np.int64))
 
 
-def one_per_sample(num_items: int) -> Packing:
-    """Give each item a sample of its own."""
-    return Packing(np.arange(num_items), np.arange(num_items + 1))
-
-
 @dataclass(frozen=True)
-class PackedSamples:
+class PackedSamples(Samples):
     """Samples of packed conversations or documents, or of one each.
 
     Attributes:
@@ -395,9 +379,6 @@ class PackedSamples:
     def mock(self, num_samples: int, split: int) -> Dataset:
         return MockDataset(num_samples, self.options.seed, split, self.options.random_row)
 
-    def read(self, dataset: Dataset, numbers: npt.NDArray[np.int64]) -> Microbatch:
-        return self.microbatch(torch.from_numpy(gather(dataset, numbers)), torch.from_numpy(numbers))
-
     def microbatch(self, rows: Tensor, sample_numbers: Tensor) -> Microbatch:
         """Return the microbatch of rows, int64 ``[b, 4 s]``; see `sequences_row`.
 
@@ -411,6 +392,3 @@ class PackedSamples:
             return Microbatch(tokens, labels, sample_numbers, loss_mask=mask, is_real=is_real)
         positions = torch.arange(self.seq_length) - document_starts(documents)
         return Microbatch(tokens, labels, sample_numbers, positions, documents, mask, is_real)
-
-    def marked(self, microbatch: Microbatch) -> Microbatch:
-        return microbatch

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from megalite.batch.microbatch import Microbatch
 from megalite.data.document_ends import DocumentEnds, check_ends
@@ -22,14 +23,11 @@ from megalite.data.indexed_dataset import IndexedDataset
 from megalite.utils.errors import UserError, kind_of
 
 
-class Samples(Protocol):
+class Samples:
     """Samples of a kind of model.
 
     Attributes:
         seq_length: number of tokens in a sample.
-        on_every_stage: whether every pipeline stage needs the samples; otherwise stages between the first
-            and the last read none.
-        are_masked: whether losses are means over a number of predictions that depends on the global batch.
         are_of_documents: whether corpora are split into training and evaluation by complete documents, or
             by sequences.
         are_whole_documents: whether a sample holds whole documents, and padding. Then an evaluation reads
@@ -37,20 +35,23 @@ class Samples(Protocol):
             are empty. A dataset logs by itself how much of its corpus is used.
     """
 
-    @property
-    def seq_length(self) -> int: ...
+    are_of_documents = False
+    are_whole_documents = False
+
+    if TYPE_CHECKING:  # at run time, it would stand in the way of a field of this name
+
+        @property
+        def seq_length(self) -> int: ...
 
     @property
-    def on_every_stage(self) -> bool: ...
+    def on_every_stage(self) -> bool:
+        """Return whether every pipeline stage needs the samples, or only the first and the last."""
+        return True
 
     @property
-    def are_masked(self) -> bool: ...
-
-    @property
-    def are_of_documents(self) -> bool: ...
-
-    @property
-    def are_whole_documents(self) -> bool: ...
+    def are_masked(self) -> bool:
+        """Return whether losses are means over a number of predictions that depends on the global batch."""
+        return False
 
     def check(self, corpus: IndexedDataset) -> None:
         """Refuse a corpus that cannot be read as these samples.
@@ -61,7 +62,7 @@ class Samples(Protocol):
 
     def num_tokens(self, corpus: IndexedDataset, sequences: range) -> int:
         """Return the tokens of one epoch of some sequences: about `seq_length` for each sample."""
-        ...
+        return count_tokens(corpus.sequence_lengths, sequences)
 
     def dataset(
         self,
@@ -72,23 +73,27 @@ class Samples(Protocol):
         cache: IndexCache | None,
     ) -> Dataset:
         """Order at least this many samples of some sequences of a corpus; None for one epoch."""
-        ...
+        raise NotImplementedError
 
     def mock(self, num_samples: int, split: int) -> Dataset:
         """Return samples of random tokens, which differ between splits."""
-        ...
+        raise NotImplementedError
+
+    def microbatch(self, rows: Tensor, sample_numbers: Tensor) -> Microbatch:
+        """Return the microbatch of the rows of a dataset, int64 ``[b, …]``."""
+        raise NotImplementedError
 
     def read(self, dataset: Dataset, numbers: npt.NDArray[np.int64]) -> Microbatch:
         """Read samples by number, int64 ``[b]``, into a microbatch on the host."""
-        ...
+        return self.microbatch(torch.from_numpy(gather(dataset, numbers)), torch.from_numpy(numbers))
 
     def marked(self, microbatch: Microbatch) -> Microbatch:
         """Return the microbatch with the fields that are computed on its device."""
-        ...
+        return microbatch
 
 
 @dataclass(frozen=True)
-class GPTSamples:
+class GPTSamples(Samples):
     """Samples of s + 1 consecutive tokens, across documents.
 
     Attributes:
@@ -103,8 +108,6 @@ class GPTSamples:
     ends: DocumentEnds | None = None
 
     are_masked = False  # --eod-mask-loss counts tokens while the batch runs
-    are_of_documents = False
-    are_whole_documents = False
 
     @property
     def on_every_stage(self) -> bool:
@@ -113,9 +116,6 @@ class GPTSamples:
     def check(self, corpus: IndexedDataset) -> None:
         if self.ends is not None:
             check_ends(corpus, self.ends.eod)
-
-    def num_tokens(self, corpus: IndexedDataset, sequences: range) -> int:
-        return count_tokens(corpus.sequence_lengths, sequences)
 
     def dataset(
         self,
@@ -134,15 +134,15 @@ class GPTSamples:
         draw = partial(random_tokens, seq_length=self.seq_length, vocab_size=self.vocab_size, eod=eod)
         return MockDataset(num_samples, self.seed, split, draw)
 
-    def read(self, dataset: Dataset, numbers: npt.NDArray[np.int64]) -> Microbatch:
-        return Microbatch.of(torch.from_numpy(gather(dataset, numbers)), torch.from_numpy(numbers))
+    def microbatch(self, rows: Tensor, sample_numbers: Tensor) -> Microbatch:
+        return Microbatch.of(rows, sample_numbers)
 
     def marked(self, microbatch: Microbatch) -> Microbatch:
         return microbatch if self.ends is None else self.ends.marked(microbatch)
 
 
 @dataclass(frozen=True)
-class FieldSamples:
+class FieldSamples(Samples):
     """Samples of your own dataset, which returns a `Microbatch`'s fields by name.
 
     A sample is a mapping of each field to an array ``[s]``: bool for `loss_mask` and `is_real`, int64 for the
@@ -159,9 +159,6 @@ class FieldSamples:
     fields: tuple[str, ...] = ("tokens", "labels", "loss_mask")
 
     seq_length = 0  # samples are not cut from a corpus
-    on_every_stage = True
-    are_of_documents = False
-    are_whole_documents = False
 
     def __post_init__(self) -> None:
         needed = {"tokens", "labels"}
@@ -183,19 +180,6 @@ class FieldSamples:
     def check(self, corpus: IndexedDataset) -> None:
         raise UserError(f"{corpus.prefix} has no fields of samples: pass a dataset provider")
 
-    def num_tokens(self, corpus: IndexedDataset, sequences: range) -> int:
-        raise AssertionError("`check` refuses every corpus")
-
-    def dataset(
-        self,
-        corpus: IndexedDataset,
-        sequences: range,
-        num_samples: int | None,
-        split_name: str,
-        cache: IndexCache | None,
-    ) -> Dataset:
-        raise AssertionError("`check` refuses every corpus")
-
     def mock(self, num_samples: int, split: int) -> Dataset:
         raise UserError("--mock-data has no fields of samples: pass a dataset provider")
 
@@ -205,9 +189,6 @@ class FieldSamples:
             name: torch.from_numpy(np.stack([each[name] for each in samples])) for name in self.fields
         }
         return Microbatch(sample_numbers=torch.from_numpy(numbers), **stacked)
-
-    def marked(self, microbatch: Microbatch) -> Microbatch:
-        return microbatch
 
 
 NUM_ENDS = 4
@@ -291,8 +272,8 @@ class CheckedDataset:
                 else kind_of(sample)
             )
             raise UserError(f"{self._of(index)} is {has}: it needs the fields {', '.join(self._lengths)}")
-        for field in self._lengths:
-            self._check(index, field, sample[field])
+        for name in self._lengths:
+            self._check(index, name, sample[name])
         return sample
 
     def _check(self, index: int, field: str, values: Any) -> None:

@@ -97,27 +97,22 @@ class MappedBytes:
             self.verify()
 
     def verify(self) -> None:
-        """Check like `check`, without relying on cached attributes of a network file system.
-
-        Raises:
-            UserError: as `check`.
-        """
+        """Check like `check`, without relying on cached attributes of a network file system."""
         changes = [mapped.change(asks_server=True) for mapped in self.mapped]
         change = next((change for change in changes if change != FileChange.none), None)
         if change is not None:
             raise UserError(
-                f"{self._name} {_described(change)} while it was in use: it had {len(self.array)} bytes; "
+                f"{self._name} {_CHANGES[change]} while it was in use: it had {len(self.array)} bytes; "
                 "restore the file and start again"
             )
 
 
-def _described(change: FileChange) -> str:
-    return {
-        FileChange.lost: "became shorter or unreadable",
-        FileChange.longer: "became longer",
-        FileChange.modified: "was written to or touched",
-        FileChange.rewritten: "was written to, and its modification time set back,",
-    }[change]
+_CHANGES = {
+    FileChange.lost: "became shorter or unreadable",
+    FileChange.longer: "became longer",
+    FileChange.modified: "was written to or touched",
+    FileChange.rewritten: "was written to, and its modification time set back,",
+}
 
 
 class FilesInUse:
@@ -133,20 +128,12 @@ class FilesInUse:
         self._mapped = tuple(mapped for file in files for mapped in file.mapped)
 
     def check(self) -> None:
-        """Check that everything read so far is as the files were when they were opened.
-
-        Raises:
-            UserError: a file was changed or became unreadable while it was in use.
-        """
+        """Check like `MappedBytes.check`."""
         if not all_unchanged(self._mapped, STATUS_AGE_MS):
             self.verify()
 
     def verify(self) -> None:
-        """Check like `check`, but read the status now.
-
-        Raises:
-            UserError: as `check`.
-        """
+        """Check like `check`, but read the status now."""
         for file in self._files:
             file.verify()
 

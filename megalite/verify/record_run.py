@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -223,7 +223,9 @@ def _evaluate(trainer: Trainer, run: RunContext) -> dict[str, float]:
         return {}
     data = config.data if run.samples.are_masked else dataclasses.replace(config.data, eod_mask_loss=True)
     masked = dataclasses.replace(
-        run, config=dataclasses.replace(config, data=data), samples=_PartlyMasked(run.samples)
+        run,
+        config=dataclasses.replace(config, data=data),
+        samples=cast(Samples, _PartlyMasked(run.samples)),
     )
     evaluator = Evaluator(masked, trainer.chunks, trainer.pipeline)
     evaluator.num_batches = num_batches

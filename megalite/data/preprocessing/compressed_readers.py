@@ -1,29 +1,32 @@
-"""Read Parquet and Zstandard files."""
+"""Read Parquet, Arrow and Zstandard files."""
 
 from __future__ import annotations
 
 import importlib
 import io
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, BinaryIO, cast
 
 from megalite.utils.errors import UserError, first_line
 
 _BATCH_ROWS = 256
+_BATCHES_PER_GROUP = 16
+"""Number of record batches of an Arrow file to read as one row group."""
 
 
 def row_group_sizes(path: str) -> list[int]:
-    """Return the number of rows of each row group, from the file's footer.
+    """Return the number of rows of each row group of a Parquet or Arrow file.
 
     Raises:
-        UserError: it is not a Parquet file, or the library is not installed.
+        UserError: it is not such a file, or the library is not installed.
     """
-    parquet, arrow_error = _import_pyarrow(path)
-    try:
-        metadata = parquet.ParquetFile(path).metadata
-        return [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
-    except arrow_error as error:
-        raise UserError(f"cannot read {path}: {first_line(error)}") from None
+    with _pyarrow_for(path) as pyarrow:
+        if not _is_arrow(path):
+            metadata = pyarrow.parquet.ParquetFile(path).metadata
+            return [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+        sizes = [batch.num_rows for batch in _read_arrow(pyarrow, path)[1]]
+        return [sum(sizes[i : i + _BATCHES_PER_GROUP]) for i in range(0, len(sizes), _BATCHES_PER_GROUP)]
 
 
 def read_rows(
@@ -32,37 +35,67 @@ def read_rows(
     """Yield the rows of row groups, with the columns that the keys name.
 
     Args:
-        path: path of the file.
+        path: path of the Parquet or Arrow file.
         keys: columns, or dotted paths whose first part is a column of structs.
         groups: numbers of row groups, from 0; None for all.
 
     Raises:
         UserError: the file cannot be read or lacks a column, or the library is not installed.
     """
-    parquet, arrow_error = _import_pyarrow(path)
-    try:
-        file = parquet.ParquetFile(path)
-        names = file.schema_arrow.names
-        columns = [key if key in names else key.split(".")[0] for key in keys]
-        missing = [key for key, column in zip(keys, columns, strict=True) if column not in names]
-        if missing:
-            raise UserError(
-                f"{path} has no column {missing[0]!r} (it has {', '.join(names)}): pass another --json-keys"
-            )
-        columns = list(dict.fromkeys(columns))
-        for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=columns, row_groups=groups):
-            yield from batch.to_pylist()
-    except arrow_error as error:
-        raise UserError(f"cannot read {path}: {first_line(error)}") from None
+    with _pyarrow_for(path) as pyarrow:
+        if _is_arrow(path):
+            names, batches = _read_arrow(pyarrow, path)
+            columns = _columns(path, keys, names)
+            for i, batch in enumerate(batches):
+                if groups is None or i // _BATCHES_PER_GROUP in groups:
+                    for row in range(0, batch.num_rows, _BATCH_ROWS):
+                        yield from batch.select(columns).slice(row, _BATCH_ROWS).to_pylist()
+        else:
+            file = pyarrow.parquet.ParquetFile(path)
+            columns = _columns(path, keys, file.schema_arrow.names)
+            for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=columns, row_groups=groups):
+                yield from batch.to_pylist()
 
 
-def _import_pyarrow(path: str) -> tuple[Any, Any]:
+def _columns(path: str, keys: Sequence[str], names: Sequence[str]) -> list[str]:
+    columns = {key: key if key in names else key.split(".")[0] for key in keys}
+    if missing := [key for key, column in columns.items() if column not in names]:
+        raise UserError(
+            f"{path} has no column {missing[0]!r} (it has {', '.join(names)}): pass another --json-keys"
+        )
+    return list(dict.fromkeys(columns.values()))
+
+
+def _is_arrow(path: str) -> bool:
+    return path.lower().endswith(".arrow")
+
+
+def _read_arrow(pyarrow: Any, path: str) -> tuple[list[str], Iterator[Any]]:
+    """Return the names of the columns and the record batches of an Arrow file or stream."""
+    source = pyarrow.memory_map(path)
+    is_file = source.read(6) == b"ARROW1"
+    source.seek(0)
+    if not is_file:  # a stream, as Hugging Face's datasets write it
+        stream = pyarrow.ipc.open_stream(source)
+        return stream.schema.names, iter(stream)
+    file = pyarrow.ipc.open_file(source)
+    return file.schema.names, map(file.get_batch, range(file.num_record_batches))
+
+
+@contextmanager
+def _pyarrow_for(path: str) -> Iterator[Any]:
+    """Import the library, and raise its errors as UserErrors about this file."""
     try:
-        return importlib.import_module("pyarrow.parquet"), importlib.import_module("pyarrow").ArrowException
+        pyarrow = importlib.import_module("pyarrow")
+        importlib.import_module("pyarrow.parquet")
     except ImportError:
         raise UserError(
             f"reading {path} needs a package that is not installed: pip install pyarrow"
         ) from None
+    try:
+        yield pyarrow
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UserError(f"cannot read {path}: {first_line(error)}") from None
 
 
 _CHUNK = 1 << 17

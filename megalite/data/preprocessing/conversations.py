@@ -115,12 +115,17 @@ class ConversationEncoder:
     """Renderer and tokenizer of conversations.
 
     Args:
+        tokenizer: a tokenizer with a chat template.
         key: key of the list of messages in a JSON object.
+        now: the time that the template reads.
+
+    Raises:
+        UserError: the tokenizer has no chat template, or it is not valid.
     """
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, key: str) -> None:
+    def __init__(self, tokenizer: Tokenizer, key: str, now: datetime.datetime) -> None:
         self._tokenizer = tokenizer
-        self._template = template
+        self._template = chat_template_of(tokenizer, now)
         self._key = key
 
     def encode(self, records: Sequence[DocumentRecord]) -> list[EncodedConversation | RecordError]:
@@ -174,18 +179,6 @@ class ConversationEncoder:
         if not is_answer.any():
             return RecordError("no token of it belongs to an answer, so there is nothing to learn")
         return EncodedConversation(ids, is_answer, len(encode_utf8(text)))
-
-
-def conversation_encoder(tokenizer: Tokenizer, key: str, now: datetime.datetime) -> ConversationEncoder:
-    """Return the encoder for a tokenizer with a chat template.
-
-    Args:
-        now: the time that the template reads.
-
-    Raises:
-        UserError: the tokenizer has no chat template, or it is not valid.
-    """
-    return ConversationEncoder(tokenizer, chat_template_of(tokenizer, now), key)
 
 
 def _render(template: ChatTemplate, conversation: Conversation) -> tuple[str, list[_Answer]]:

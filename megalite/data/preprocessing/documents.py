@@ -1,4 +1,4 @@
-"""Read documents from files: JSONL, plain text and Parquet, compressed or not, one record at a time."""
+"""Read documents from files: JSONL, plain text, Parquet and Arrow, one record at a time."""
 
 from __future__ import annotations
 
@@ -15,15 +15,25 @@ from typing import Any, BinaryIO, NamedTuple, cast
 
 from megalite.data._json_reader import json_texts
 from megalite.data.preprocessing.compressed_readers import open_zstandard, read_rows
+from megalite.data.tokenizers.hf_tokenizer import json_object
 from megalite.utils.errors import ConfigError, UserError
 from megalite.utils.files import parse_json
 
-_JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
+_KINDS = {
+    "jsonl": "json",
+    "json": "json",
+    "ndjson": "json",
+    "txt": "text",
+    "parquet": "rows",
+    "arrow": "rows",
+}
+_FORMATS = ".jsonl, .txt, .parquet or .arrow"
+_OTHER_FORMATS = {"csv": "CSV", "tsv": "CSV", "warc": "WARC", "wet": "WARC", "wat": "WARC"}
 TEXT_DOCUMENTS = ("file", "line", "paragraph")
 STANDARD_INPUT = "-"
 MAX_DOCUMENT_BYTES = 1 << 24
 """Default limit of a document's bytes: a tokenizer needs about 100 bytes of memory for each byte."""
-_BOM = b"\xef\xbb\xbf"
+BOM = b"\xef\xbb\xbf"
 
 
 class RecordError(ValueError):
@@ -37,7 +47,7 @@ class DocumentRecord(NamedTuple):
         source: the file.
         number: number of the line, paragraph or row, from 1.
         kind: "json", "text" or "row"; "bad" if it cannot be used.
-        data: the bytes, or a Parquet row's columns, or the reason why it is bad.
+        data: the bytes, or a row's columns, or the reason why it is bad.
     """
 
     source: str
@@ -59,50 +69,65 @@ def find_inputs(patterns: Sequence[str]) -> list[str]:
     input. The files of a glob or a folder are sorted.
 
     Raises:
-        ConfigError: some of the inputs name no file.
+        ConfigError: some of the inputs name no file, or a file of a format that is not read.
     """
     found: list[str] = []
     problems: list[str] = []
     for pattern in patterns:
         if os.path.isfile(pattern) or pattern == STANDARD_INPUT:
             files = [pattern]
+        elif os.path.exists(os.path.join(pattern, "dataset_dict.json")):
+            problems.append(f"--input {pattern} holds several splits of a dataset: pass the folder of one")
+            continue
         elif os.path.isdir(pattern):
-            files = sorted(
-                str(path) for path in Path(pattern).rglob("*") if path.is_file() and _is_known(path)
-            )
+            files = _files_in(pattern)
         else:
             files = sorted(name for name in glob.glob(pattern, recursive=True) if os.path.isfile(name))
         if not files:
             problems.append(f"--input {pattern} names no file: pass files, globs or folders")
+        for file in files:
+            if kind := _OTHER_FORMATS.get(_suffixes(file)[0]):
+                problems.append(f"--input {file} is a {kind} file: convert it to one of {_FORMATS}")
         found += files
     if problems:
         raise ConfigError(problems)
     return found
 
 
-def _is_known(path: Path) -> bool:
-    hidden = any(part.startswith(".") for part in path.parts if part not in (".", ".."))
-    # An earlier run writes two .json files beside its .idx: a report, and the tokenizer's digest.
-    dataset = str(path).removesuffix(".json").removesuffix(".tokenizer")
-    report = path.suffix == ".json" and os.path.exists(f"{dataset}.idx")
-    known = _format_suffix(path.name) in (*_JSON_SUFFIXES, ".txt", ".parquet")
-    return known and not hidden and not report
+def _files_in(folder: str) -> list[str]:
+    """Return the files of known formats in a folder and the folders in it, except hidden ones."""
+    found = []
+    for parent, folders, names in os.walk(str(Path(folder))):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        present = set(names)
+        if {"state.json", "dataset_info.json"} <= present:  # written by save_to_disk of Hugging Face
+            saved = json_object(Path(parent, "state.json")).get("_data_files", [])
+            names = [file["filename"] for file in saved]
+        for name in names:
+            # An earlier run writes two .json files beside its .idx: a report, and the tokenizer's digest.
+            dataset = name.removesuffix(".json").removesuffix(".tokenizer")
+            is_report = name.endswith(".json") and f"{dataset}.idx" in present
+            if _suffixes(name)[0] in _KINDS and not is_report and not name.startswith("."):
+                found.append(os.path.join(parent, name).removeprefix("./"))
+    return sorted(filter(os.path.isfile, found))
 
 
-def _format_suffix(name: str) -> str:
-    path = Path(name.lower())
-    return Path(path.stem).suffix if path.suffix in _OPENERS else path.suffix
+def _suffixes(path: str) -> tuple[str, str]:
+    """Return the suffixes of a file's format and of its compression in lower case, each "" if it has none."""
+    _, *suffixes = path.rpartition("/")[2].lower().rsplit(".", 2)
+    compression = suffixes.pop() if suffixes and suffixes[-1] in _OPENERS else ""
+    return suffixes[-1] if suffixes else "", compression
 
 
 def input_kind(path: str, text_documents: str) -> str:
-    """Return the kind of a file's records, by its suffix: "json" lines, Parquet "rows", or text documents."""
-    suffix = _format_suffix(path)
-    return {".parquet": "rows", ".txt": text_documents}.get(suffix, "json")
+    """Return the kind of a file's records, by its suffix: "json" lines, table "rows", or text documents."""
+    kind = _KINDS.get(_suffixes(path)[0], "json")
+    return text_documents if kind == "text" else kind
 
 
 def is_compressed(path: str) -> bool:
     """Return whether a file is compressed, by its suffix."""
-    return Path(path.lower()).suffix in _OPENERS
+    return _suffixes(path)[1] != ""
 
 
 def read_records(
@@ -112,7 +137,7 @@ def read_records(
 
     Args:
         path: path of the file; its suffix gives its kind.
-        json_keys: columns to read from a Parquet file.
+        json_keys: columns to read from a table.
         text_documents: unit that is one document of a .txt file: "file", "line" or "paragraph".
         max_bytes: a longer record is skipped and yielded as a bad record.
 
@@ -142,7 +167,7 @@ def open_input(path: str) -> Iterator[tuple[BinaryIO, BinaryIO]]:
     Raises:
         UserError: the file cannot be opened, or reading it in the block fails.
     """
-    opener = _OPENERS.get(Path(path.lower()).suffix)
+    opener = _OPENERS.get(_suffixes(path)[1])
     try:
         with open(path, "rb") as raw:
             if opener is None:
@@ -237,10 +262,10 @@ def encode_utf8(text: str) -> bytes:
 
 
 _OPENERS: dict[str, Callable[[BinaryIO], Any]] = {
-    ".gz": gzip.open,
-    ".bz2": bz2.open,
-    ".xz": lzma.open,
-    ".zst": open_zstandard,
+    "gz": gzip.open,
+    "bz2": bz2.open,
+    "xz": lzma.open,
+    "zst": open_zstandard,
 }
 """Decompressors of an open file, by suffix."""
 
@@ -255,21 +280,11 @@ def read_line(stream: BinaryIO, max_bytes: int) -> bytes | None:
     return None
 
 
-def without_mark(line: bytes) -> bytes:
-    """Return a line without its byte-order mark: joined files may have one on any line."""
-    return line.removeprefix(_BOM)
-
-
-def is_blank(line: bytes) -> bool:
-    """Return whether a line without its byte-order mark is empty but for white space."""
-    return not line.strip()
-
-
 def _lines(stream: BinaryIO, max_bytes: int) -> Iterator[tuple[int, bytes | None]]:
-    """Yield the numbered lines without byte-order marks; None for a line that is too long."""
+    """Yield the numbered lines without marks, which joined files have anywhere; None for a line too long."""
     number = 1
     while (line := read_line(stream, max_bytes)) != b"":
-        yield number, line and without_mark(line)
+        yield number, line and line.removeprefix(BOM)
         number += 1
 
 
@@ -281,7 +296,7 @@ def _read_json_lines(source: str, stream: BinaryIO, max_bytes: int) -> Iterator[
     for number, line in _lines(stream, max_bytes):
         if line is None:
             yield _too_long(source, number, max_bytes)
-        elif not is_blank(line):
+        elif line.strip():
             yield DocumentRecord(source, number, "json", line)
 
 
@@ -297,7 +312,7 @@ def _read_whole(source: str, stream: BinaryIO, max_bytes: int) -> Iterator[Docum
         too_long = _too_long(source, 1, max_bytes)
         yield too_long._replace(data=f"{too_long.data}: with --text-documents paragraph it is many documents")
     else:
-        yield DocumentRecord(source, 1, "text", without_mark(data))
+        yield DocumentRecord(source, 1, "text", data.removeprefix(BOM))
 
 
 def _read_paragraphs(source: str, stream: BinaryIO, max_bytes: int) -> Iterator[DocumentRecord]:
@@ -312,7 +327,7 @@ def _read_paragraphs(source: str, stream: BinaryIO, max_bytes: int) -> Iterator[
             yield DocumentRecord(source, first, "text", b"".join(paragraph).rstrip(b"\r\n"))
 
     for number, line in _lines(stream, max_bytes):
-        if line is not None and is_blank(line):
+        if line is not None and not line.strip():
             yield from end()
             paragraph, first, size = [], 0, 0
             continue

@@ -11,11 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megalite.data.preprocessing.conversations import (
-    ConversationEncoder,
-    EncodedConversation,
-    conversation_encoder,
-)
+from megalite.data.preprocessing.conversations import ConversationEncoder, EncodedConversation
 from megalite.data.preprocessing.documents import DocumentRecord, RecordError, parse_records
 from megalite.data.preprocessing.input_plan import InputPiece, locate
 from megalite.data.preprocessing.preprocess_job import PreprocessJob
@@ -28,7 +24,7 @@ from megalite.data.preprocessing.shards import (
     join_extents,
     pack,
 )
-from megalite.data.tokenizers.tokenizer_digest import end_of_document
+from megalite.data.tokenizers.tokenizer_digest import end_of_document, special_ids
 from megalite.utils.errors import UserError
 
 _BATCH_BYTES = 1 << 20
@@ -50,6 +46,10 @@ class ColumnResult:
     num_unknown: int = 0
     num_ends: int = 0
     """Number of end-of-document tokens in the texts themselves."""
+    num_special: int = 0
+    """Number of documents whose text holds the text of a special token, which becomes the token."""
+    first_special: tuple[str, str, int, str] | None = None
+    """The first of them: file, "line" or "row", number in the piece, and text of the token."""
     histogram: list[int] = field(default_factory=list)
     """Number of documents of 2^i to 2^(i+1) - 1 tokens, for each i."""
     num_empty: int = 0
@@ -77,12 +77,12 @@ class Encoder:
         self._tokenizer = job.build_tokenizer()
         self._dtypes = job.column_dtypes(self._tokenizer)
         self._conversations = (
-            conversation_encoder(self._tokenizer, job.json_keys[0], job.now) if job.chat else None
+            ConversationEncoder(self._tokenizer, job.json_keys[0], job.now) if job.chat else None
         )
         self._eod = self._tokenizer.eod if job.append_eod else None
-        self._end = (
-            None if job.chat else end_of_document(self._tokenizer)
-        )  # a chat template may end turns by it
+        # A chat template writes special tokens itself, and may end turns by the end-of-document token.
+        self._end = None if job.chat else end_of_document(self._tokenizer)
+        self._special = np.array([] if job.chat else sorted(special_ids(self._tokenizer)), np.int64)
         self._unknown: int | None = self._tokenizer.unk
         self._split: Callable[[str], list[str]] | None = (
             sentence_splitter(job.sentence_language, job.keep_newlines) if job.sentence_language else None
@@ -114,8 +114,9 @@ class Encoder:
         result = PieceResult(columns, 0, 0, [], piece.num_input_bytes, piece.checksum)
         for batch, num_bytes in _batches(piece.records(self._job)):
             result.num_bytes += num_bytes
-            for k, documents in enumerate(self._encode_batch(piece, batch, result)):
-                self._add(columns[k], k, documents)
+            good, encoded = self._encode_batch(piece, batch, result)
+            for k, documents in enumerate(encoded):
+                self._add(columns[k], k, documents, good)
         try:
             for shard in self._shards:
                 shard.flush()
@@ -125,10 +126,10 @@ class Encoder:
 
     def _encode_batch(
         self, piece: InputPiece, batch: list[DocumentRecord], result: PieceResult
-    ) -> list[EncodedDocuments]:
-        """Return the encoded documents by column; bad records are skipped and counted."""
+    ) -> tuple[list[DocumentRecord], list[EncodedDocuments]]:
+        """Return the good records and their documents by column; bad records are skipped and counted."""
         if self._conversations is not None:
-            return self._encode_conversations(self._conversations, piece, batch, result)
+            return batch, self._encode_conversations(self._conversations, piece, batch, result)
         good: list[DocumentRecord] = []
         rows: list[list[bytes]] = []
         for record, row in zip(batch, parse_records(batch, self._job.json_keys), strict=True):
@@ -138,15 +139,14 @@ class Encoder:
             good.append(record)
             rows.append(row)
         try:
-            return self._encode_rows(rows)
+            return good, self._encode_rows(rows)
         except UserError:  # the tokenizer refuses some text: find out which one
-            return self._encode_rows(
-                [
-                    row
-                    for record, row in zip(good, rows, strict=True)
-                    if self._is_encodable(piece, record, row, result)
-                ]
-            )
+            kept = [
+                (record, row)
+                for record, row in zip(good, rows, strict=True)
+                if self._is_encodable(piece, record, row, result)
+            ]
+            return [record for record, _ in kept], self._encode_rows([row for _, row in kept])
 
     def _encode_conversations(
         self,
@@ -164,8 +164,8 @@ class Encoder:
                 good.append(encoded)
         num_text_bytes = sum(each.num_text_bytes for each in good)
         return [
-            EncodedDocuments([each.ids for each in good], None, num_text_bytes),
-            EncodedDocuments([each.is_answer for each in good], None, 0),
+            EncodedDocuments([each.ids for each in good], [1] * len(good), num_text_bytes),
+            EncodedDocuments([each.is_answer for each in good], [1] * len(good), 0),
         ]
 
     def _is_encodable(
@@ -183,23 +183,41 @@ class Encoder:
 
     def _encode_texts(self, texts: list[bytes]) -> EncodedDocuments:
         if self._split is None:
-            return EncodedDocuments(self._tokenizer.encode_arrays(texts), None, sum(map(len, texts)))
+            arrays = self._tokenizer.encode_arrays(texts)
+            return EncodedDocuments(arrays, [1] * len(arrays), sum(map(len, texts)))
         split = [self._split(text.decode()) for text in texts]
         sequences = [sentence.encode() for sentence in itertools.chain.from_iterable(split)]
         arrays = self._tokenizer.encode_arrays(sequences)
         return EncodedDocuments(arrays, list(map(len, split)), sum(map(len, sequences)))
 
-    def _add(self, column: ColumnResult, k: int, documents: EncodedDocuments) -> None:
+    def _add(
+        self, column: ColumnResult, k: int, documents: EncodedDocuments, records: list[DocumentRecord]
+    ) -> None:
         packed = pack(documents, self._dtypes[k], self._eod)
         if self._unknown is not None and k < len(self._job.json_keys):
             column.num_unknown += int((packed.tokens == self._unknown).sum())
+        num_appended = 0 if self._eod is None else len(packed.sequences)
         if self._end is not None:
-            num_appended = 0 if self._eod is None else len(packed.sequences)
             column.num_ends += int((packed.tokens == self._end).sum()) - num_appended
+        if np.isin(packed.tokens, self._special).sum() > num_appended:
+            self._count_special(column, documents, records)
         column.num_text_bytes += documents.num_text_bytes
-        column.num_empty += len(documents.counts or documents.sequences) - len(packed.sequences)
+        column.num_empty += len(documents.counts) - len(packed.sequences)
         column.histogram = add_counts(column.histogram, _histogram(packed))
         column.extent = join_extents(column.extent, self._append(k, packed))
+
+    def _count_special(
+        self, column: ColumnResult, documents: EncodedDocuments, records: list[DocumentRecord]
+    ) -> None:
+        """Count the documents whose own tokens are special, and keep the place of the first."""
+        sequences = iter(documents.sequences)
+        for record, count in zip(records, documents.counts, strict=True):
+            ids = np.concatenate([*itertools.islice(sequences, count), np.empty(0, np.int64)])
+            if len(found := ids[np.isin(ids, self._special)]):
+                column.num_special += 1
+                text = self._tokenizer.decode([int(found[0])])
+                place = record.source, "row" if record.kind == "row" else "line", record.number
+                column.first_special = column.first_special or (*place, text)
 
     def _append(self, k: int, column: Column) -> Extent:
         try:

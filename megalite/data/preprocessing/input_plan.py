@@ -11,22 +11,21 @@ import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import BinaryIO, Protocol
 
 from megalite.data.preprocessing.compressed_readers import read_rows, row_group_sizes
 from megalite.data.preprocessing.documents import (
+    BOM,
     STANDARD_INPUT,
     TEXT_DOCUMENTS,
     DocumentRecord,
     input_kind,
-    is_blank,
     is_compressed,
     open_input,
     read_line,
     read_records,
     read_stream,
-    without_mark,
 )
 from megalite.data.preprocessing.preprocess_job import PreprocessJob
 from megalite.utils.errors import UserError
@@ -67,37 +66,38 @@ class InputPlan:
                 )
         self.files = files
         self._sizes = [0 if path == STANDARD_INPUT else os.path.getsize(path) for path in files]
-        size = sum(self._sizes)
+        self._size = size = sum(self._sizes)
         self._piece_bytes = min(max(size // _MAX_PIECES, _MIN_PIECE_BYTES), _MAX_PIECE_BYTES)
         self.total_bytes = 0 if STANDARD_INPUT in files else size // job.partition[1]
 
     def pieces(self) -> Iterator[InputPiece]:
-        """Yield the pieces of this part of the input, in order."""
-        group: WholeFiles | None = None
+        """Yield the pieces of this part of the input, in order; consecutive small files are one piece."""
+        files: list[str] = []
+        num_bytes = 0
         for piece in self._single_pieces():
-            if isinstance(piece, WholeFiles) and group is not None:
-                size = group.num_input_bytes + piece.num_input_bytes
-                if size <= self._piece_bytes:
-                    group = replace(group, files=group.files + piece.files, num_input_bytes=size)
-                    continue
-            if group is not None:
-                yield group
-            group = piece if isinstance(piece, WholeFiles) else None
-            if group is None:
+            is_whole = isinstance(piece, WholeFiles)
+            if files and not (is_whole and num_bytes + piece.num_input_bytes <= self._piece_bytes):
+                yield WholeFiles(tuple(files), num_bytes)
+                files, num_bytes = [], 0
+            if isinstance(piece, WholeFiles):
+                files += piece.files
+                num_bytes += piece.num_input_bytes
+            else:
                 yield piece
-        if group is not None:
-            yield group
+        if files:
+            yield WholeFiles(tuple(files), num_bytes)
 
     def _single_pieces(self) -> Iterator[InputPiece]:
         begin = 0
         for path, size in zip(self.files, self._sizes, strict=True):
             kind = input_kind(path, self._job.text_documents)
-            streamed = path == STANDARD_INPUT or (is_compressed(path) and self.stream_compressed)
+            compressed = is_compressed(path)
+            streamed = path == STANDARD_INPUT or (compressed and self.stream_compressed)
             # The start of a paragraph cannot be found from the middle of a large file.
-            streamed |= kind == "paragraph" and not is_compressed(path) and size > self._piece_bytes
+            streamed |= kind == "paragraph" and not compressed and size > self._piece_bytes
             if kind == "rows":
                 yield from self._row_groups(path, begin, size)
-            elif kind in ("json", "line") and not is_compressed(path) and path != STANDARD_INPUT:
+            elif kind in ("json", "line") and not compressed and path != STANDARD_INPUT:
                 yield from self._byte_ranges(path, begin, size)
             elif self._is_mine(begin):
                 whole = WholeFiles((path,), size)
@@ -107,7 +107,7 @@ class InputPlan:
     def _is_mine(self, position: int) -> bool:
         """Return whether a piece that begins at this byte of all files belongs to this part."""
         index, count = self._job.partition
-        return position * count // max(sum(self._sizes), 1) == index
+        return position * count // max(self._size, 1) == index
 
     def _byte_ranges(self, path: str, begin: int, size: int) -> Iterator[InputPiece]:
         for start in range(0, size, self._piece_bytes):
@@ -166,9 +166,9 @@ def _rest_of_paragraph(stream: BinaryIO, max_bytes: int, parts: list[bytes]) -> 
             parts.append(line)
         # Count like the reader of the piece, without byte-order marks: otherwise a paragraph that is not too
         # long would lose lines, and a line with only a mark would not end it.
-        content = without_mark(line)
+        content = line.removeprefix(BOM)
         size += len(content)
-        if is_blank(content):
+        if not content.strip():
             break
     return num_lines
 

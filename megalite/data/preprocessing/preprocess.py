@@ -27,7 +27,7 @@ from megalite.data.preprocessing.preprocessing_report import (
     name_histogram,
     read_report,
 )
-from megalite.data.preprocessing.shards import join_shards, join_tokens
+from megalite.data.preprocessing.shards import join_index, join_tokens
 from megalite.data.tokenizers.chat_template import chat_template_of
 from megalite.data.tokenizers.tokenizer import Tokenizer
 from megalite.data.tokenizers.tokenizer_digest import write_tokenizer_digest
@@ -221,6 +221,9 @@ class _Run:
             log.warning("skipped %s, %s %d: %s", source, what, locate(piece, number), why)
         totals = [*self._totals, self._mask] if self._job.chat else self._totals
         for total, column in zip(totals, result.columns, strict=True):
+            if column.first_special and not total.first_special:
+                source, what, number, token = column.first_special
+                total.first_special = f"{token} in {source}, {what} {locate(piece, number)}"
             total.add(column)
         progress.num_documents = max(total.num_documents for total in self._totals)
         progress.num_tokens = sum(total.num_tokens for total in self._totals)
@@ -259,7 +262,8 @@ class _Run:
         self, path: Path, tokenizer: Tokenizer, made_with: dict[str, Any], k: int
     ) -> DatasetReport:
         total, dtype = self._totals[k], token_dtype(tokenizer.vocab_size)
-        join_shards(str(path.parent), total.extents, dtype, f"{path}.bin", f"{path}.idx")
+        join_tokens(str(path.parent), total.extents, dtype.itemsize, f"{path}.bin")
+        join_index(str(path.parent), total.extents, dtype, f"{path}.idx")
         write_tokenizer_digest(str(path), tokenizer)
         num_answer_tokens, kinds = None, ["bin", "idx"]
         if self._job.chat:
@@ -274,6 +278,8 @@ class _Run:
             num_tokens=total.num_tokens,
             num_answer_tokens=num_answer_tokens,
             num_ends_in_texts=total.num_ends,
+            num_special_in_texts=total.num_special,
+            first_special_in_texts=total.first_special,
             num_text_bytes=total.num_text_bytes,
             bytes_per_token=total.num_text_bytes / total.num_tokens,
             num_skipped=self.progress.num_skipped,

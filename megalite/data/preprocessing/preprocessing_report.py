@@ -76,6 +76,8 @@ class ColumnTotal:
     num_text_bytes: int = 0
     num_unknown: int = 0
     num_ends: int = 0
+    num_special: int = 0
+    first_special: str = ""
     num_empty: int = 0
     histogram: list[int] = field(default_factory=list)
 
@@ -87,6 +89,7 @@ class ColumnTotal:
         self.num_text_bytes += result.num_text_bytes
         self.num_unknown += result.num_unknown
         self.num_ends += result.num_ends
+        self.num_special += result.num_special
         self.num_empty += result.num_empty
         self.histogram = add_counts(self.histogram, result.histogram)
 
@@ -122,6 +125,10 @@ class DatasetReport:
     """Number of tokens of answers in conversations; None for a dataset of plain documents."""
     num_ends_in_texts: int = 0
     """Number of end-of-document tokens in the texts themselves; each ends a document in training."""
+    num_special_in_texts: int = 0
+    """Number of documents whose text contains the name of a special token, which becomes the token."""
+    first_special_in_texts: str = ""
+    """The first of these documents, and its token."""
     num_empty: int = 0
     """Number of documents without a token, which are not in the dataset."""
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from megalite.data.indexed_dataset import DTYPE_CODES, HEADER, MAGIC, VERSION
+from megalite.data.indexed_dataset import write_index
 from megalite.data.tokenizers import IdArray
 from megalite.utils.errors import UserError
 from megalite.utils.files import new_file
@@ -26,12 +26,12 @@ class EncodedDocuments(NamedTuple):
 
     Attributes:
         sequences: token ids of all documents' sequences, in order.
-        counts: number of sequences in each document; None if each has one.
+        counts: number of sequences in each document.
         num_text_bytes: size of the encoded text in UTF-8.
     """
 
     sequences: list[IdArray]
-    counts: list[int] | None
+    counts: list[int]
     num_text_bytes: int
 
 
@@ -51,43 +51,26 @@ def pack(documents: EncodedDocuments, dtype: np.dtype[Any], eod: int | None) -> 
     Raises:
         UserError: a sequence is too long for a dataset, or an id too large for the type.
     """
-    sequences = [ids for ids in documents.sequences if len(ids)]
-    if not sequences:
+    sizes = np.fromiter(map(len, documents.sequences), np.int64, len(documents.sequences))
+    lengths = sizes[sizes > 0]
+    if not len(lengths):
         return empty_column(dtype)
-    lengths = np.fromiter(map(len, sequences), np.int64, len(sequences))
-    counts = _counts_of_full(documents)
-    if eod is not None:
-        last = np.cumsum(counts) - 1
-        sequences = _with_ends(sequences, last, np.array([eod], dtype))
-        lengths[last] += 1
-    if int(lengths.max()) > _MAX_LENGTH:
-        raise UserError(f"a sequence of {int(lengths.max())} tokens is too long: at most {_MAX_LENGTH}")
-    tokens = np.concatenate(sequences)
+    document = np.repeat(np.arange(len(documents.counts)), documents.counts)
+    counts = np.bincount(document[sizes > 0])
+    counts = counts[counts > 0]
+    tokens = np.concatenate(documents.sequences)
     if int(tokens.max()) > np.iinfo(dtype).max:
         raise UserError(
             f"token id {int(tokens.max())} does not fit into {dtype.name}, the type of the output"
         )
-    return Column(tokens.astype(dtype, copy=False), lengths.astype(COUNTS), counts.astype(COUNTS))
-
-
-def _counts_of_full(documents: EncodedDocuments) -> npt.NDArray[np.int64]:
-    """Return the number of sequences with tokens of each document that has any."""
-    full = np.fromiter(map(len, documents.sequences), np.int64, len(documents.sequences)) > 0
-    if documents.counts is None:
-        return np.ones(int(full.sum()), np.int64)
-    document = np.repeat(np.arange(len(documents.counts)), documents.counts)
-    counts = np.bincount(document[full])
-    return counts[counts > 0]
-
-
-def _with_ends(sequences: list[IdArray], last: npt.NDArray[np.int64], end: IdArray) -> list[IdArray]:
-    """Return the sequences, with `end` after each whose number is in `last`."""
-    if len(last) == len(sequences):
-        return list(itertools.chain.from_iterable(zip(sequences, itertools.repeat(end))))
-    is_last = np.zeros(len(sequences), np.bool_)
-    is_last[last] = True
-    pairs = zip(sequences, is_last.tolist(), strict=True)
-    return list(itertools.chain.from_iterable((ids, end) if ends else (ids,) for ids, ends in pairs))
+    tokens = tokens.astype(dtype, copy=False)
+    if eod is not None:
+        last = np.cumsum(counts) - 1
+        tokens = np.insert(tokens, np.cumsum(lengths)[last], eod)
+        lengths[last] += 1
+    if int(lengths.max()) > _MAX_LENGTH:
+        raise UserError(f"a sequence of {int(lengths.max())} tokens is too long: at most {_MAX_LENGTH}")
+    return Column(tokens, lengths.astype(COUNTS), counts.astype(COUNTS))
 
 
 COUNTS = np.dtype("<i4")
@@ -180,24 +163,35 @@ _NOT_HERE = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EB
 """Errors of a kernel or file system that cannot copy between these files."""
 
 
-def join_shards(
-    folder: str, extents: Sequence[Extent], dtype: np.dtype[Any], bin_path: str, idx_path: str
-) -> None:
-    """Write a .bin and an .idx, and wait until they are on disk.
+def join_index(folder: str, extents: Sequence[Extent], dtype: np.dtype[Any], path: str) -> None:
+    """Write the .idx of the pieces, and wait until it is on disk.
 
     Args:
         folder: folder of the shards.
         extents: extents of the pieces, in order.
         dtype: dtype of the tokens.
-        bin_path: .bin file to write.
-        idx_path: .idx file to write.
 
     Raises:
-        OSError: they cannot be written.
+        OSError: it cannot be written.
     """
-    join_tokens(folder, extents, dtype.itemsize, bin_path)
-    with new_file(idx_path) as stream:
-        _write_index(folder, extents, dtype, stream)
+    sizes = sum(extent.sequences[1] for extent in extents), sum(extent.documents[1] for extent in extents)
+
+    def blocks(suffix: str, spans: list[tuple[int, int]]) -> Iterator[npt.NDArray[np.int32]]:
+        for extent, (position, left) in zip(extents, spans, strict=True):
+            with open(Path(folder, f"{extent.shard}.{suffix}"), "rb") as file:
+                file.seek(position * COUNTS.itemsize)
+                while left:
+                    block = np.fromfile(file, COUNTS, min(left, _BLOCK))
+                    assert block.size, "a shard is shorter than its extents"
+                    left -= block.size
+                    yield block
+
+    with new_file(path) as stream:
+        write_index(
+            *(stream, dtype, sizes),
+            partial(blocks, "lengths", [extent.sequences for extent in extents]),
+            partial(blocks, "sequences", [extent.documents for extent in extents]),
+        )
 
 
 def join_tokens(folder: str, extents: Sequence[Extent], item_size: int, path: str) -> None:
@@ -207,52 +201,10 @@ def join_tokens(folder: str, extents: Sequence[Extent], item_size: int, path: st
         OSError: they cannot be written.
     """
     with new_file(path, 0) as stream:
-        _copy(folder, extents, "tokens", item_size, stream)
-
-
-def _write_index(folder: str, extents: Sequence[Extent], dtype: np.dtype[Any], stream: BinaryIO) -> None:
-    code = {name: code for code, name in DTYPE_CODES.items()}[dtype.name]
-    num_sequences = sum(extent.sequences[1] for extent in extents)
-    num_documents = sum(extent.documents[1] for extent in extents)
-    stream.write(HEADER.pack(MAGIC, VERSION, code, num_sequences, num_documents + 1))
-    stream.flush()
-    _copy(folder, extents, "lengths", COUNTS.itemsize, stream)
-    stream.seek(0, os.SEEK_END)
-    offset = 0
-    for lengths in _blocks(folder, extents, "lengths"):
-        ends = offset + np.cumsum(lengths, dtype=np.int64)
-        stream.write(((ends - lengths) * dtype.itemsize).astype("<i8").tobytes())
-        offset = int(ends[-1])
-    first = 0
-    stream.write(np.zeros(1, "<i8").tobytes())
-    for counts in _blocks(folder, extents, "sequences"):
-        ends = first + np.cumsum(counts, dtype=np.int64)
-        stream.write(ends.astype("<i8").tobytes())
-        first = int(ends[-1])
-
-
-def _span(extent: Extent, suffix: str) -> tuple[int, int]:
-    return {"tokens": extent.tokens, "lengths": extent.sequences, "sequences": extent.documents}[suffix]
-
-
-def _blocks(folder: str, extents: Sequence[Extent], suffix: str) -> Iterator[npt.NDArray[np.int32]]:
-    """Yield the counts of all extents in order, a bounded number at a time."""
-    for extent in extents:
-        position, left = _span(extent, suffix)
-        with open(Path(folder, f"{extent.shard}.{suffix}"), "rb") as file:
-            file.seek(position * COUNTS.itemsize)
-            while left:
-                block = np.fromfile(file, COUNTS, min(left, _BLOCK))
-                assert block.size, "a shard is shorter than its extents"
-                left -= block.size
-                yield block
-
-
-def _copy(folder: str, extents: Sequence[Extent], suffix: str, item_size: int, to: BinaryIO) -> None:
-    for extent in extents:
-        position, count = _span(extent, suffix)
-        with open(Path(folder, f"{extent.shard}.{suffix}"), "rb", buffering=0) as file:
-            copy_range(file.fileno(), to.fileno(), position * item_size, count * item_size)
+        for extent in extents:
+            position, count = extent.tokens
+            with open(Path(folder, f"{extent.shard}.tokens"), "rb", buffering=0) as file:
+                copy_range(file.fileno(), stream.fileno(), position * item_size, count * item_size)
 
 
 def copy_range(source: int, target: int, offset: int, count: int) -> None:
@@ -260,7 +212,7 @@ def copy_range(source: int, target: int, offset: int, count: int) -> None:
 
     The kernel copies if it can; on some file systems it moves no data.
     """
-    for copy in (_copy_file_range, _send_file, _read_and_write):
+    for copy in (_copy_file_range, _read_and_write):
         while count:
             try:
                 done = copy(source, target, offset, count)
@@ -277,10 +229,6 @@ def _copy_file_range(source: int, target: int, offset: int, count: int) -> int:
     if copy is None:  # not available on this system
         raise OSError(errno.ENOSYS, "no copy_file_range")
     return copy(source, target, count, offset)
-
-
-def _send_file(source: int, target: int, offset: int, count: int) -> int:
-    return os.sendfile(target, source, offset, count)
 
 
 def _read_and_write(source: int, target: int, offset: int, count: int) -> int:

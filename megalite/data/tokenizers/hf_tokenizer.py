@@ -78,6 +78,12 @@ class HuggingFaceTokenizer:
     def eod(self) -> int:
         return only_end(self._ends, self._source, _EOD_NAMES, f'"eos_token" in a {_SETTINGS} beside the file')
 
+    @property
+    def special_ids(self) -> set[int]:
+        """Return the ids of the tokens that the library marks as special; it finds their names in texts."""
+        added = self._library.get_added_tokens_decoder()
+        return {number for number, token in added.items() if token.special}
+
     def encode(self, text: str) -> list[int]:
         with self._failures_explained():
             ids: list[int] = self._library.encode(text, add_special_tokens=False).ids
@@ -196,10 +202,6 @@ def word_piece_tokenizer(vocab_file: str, *, lowercase: bool) -> HuggingFaceToke
 def _import_tokenizers() -> Any:
     try:
         import tokenizers
-        import tokenizers.decoders
-        import tokenizers.models
-        import tokenizers.normalizers
-        import tokenizers.pre_tokenizers
     except ImportError:
         raise UserError(
             "this tokenizer needs a package that is not installed: pip install tokenizers"

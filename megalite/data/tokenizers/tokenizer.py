@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,35 +27,34 @@ class Tokenizer(Protocol):
 
     Attributes:
         vocab_size: one more than the largest id.
-        eod: id of the token that ends a document; raises a UserError if the vocabulary has none.
         unk: id of the token for unknown text, or None.
     """
 
-    @property
-    def vocab_size(self) -> int: ...
+    vocab_size: int
+    unk: int | None
 
     @property
-    def eod(self) -> int: ...
-
-    @property
-    def unk(self) -> int | None: ...
+    def eod(self) -> int:
+        """Return the id of the token that ends a document; raise a UserError if there is none."""
+        ...
 
     def encode(self, text: str) -> list[int]: ...
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]: ...
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self.encode(text) for text in texts]
 
     def encode_arrays(self, texts: Sequence[bytes]) -> list[IdArray]:
         """Encode UTF-8 texts to arrays. It is fast for long texts: it creates no Python object per token.
 
         The caller must pass valid UTF-8; this is not checked.
         """
-        ...
+        return id_arrays(self.encode_batch([text.decode() for text in texts]))
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
     def token_id(self, name: str) -> int | None:
-        """Return the id of the token with this name in the vocabulary, or None."""
-        ...
+        """Return the id of the token with this name in the vocabulary, or None: bytes have no names."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ class TokenizerFiles:
     vocab_size: int | None = None
 
 
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """Tokenizer of UTF-8 bytes: 256 tokens, followed by an end-of-document token."""
 
     vocab_size = 257
@@ -79,9 +78,6 @@ class ByteTokenizer:
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self.encode(text) for text in texts]
-
     def encode_arrays(self, texts: Sequence[bytes]) -> list[IdArray]:
         return [np.frombuffer(text, np.uint8) for text in texts]
 
@@ -89,11 +85,8 @@ class ByteTokenizer:
         """Decode the ids; the end-of-document token decodes to nothing, and broken UTF-8 to U+FFFD."""
         return bytes(i for i in ids if i < 256).decode(errors="replace")
 
-    def token_id(self, name: str) -> int | None:
-        return None  # bytes have no names
 
-
-class NullTokenizer:
+class NullTokenizer(Tokenizer):
     """Tokenizer of text that already consists of token ids: decimal numbers separated by spaces.
 
     The vocabulary of `vocab_size` ids is followed by an end-of-document token.
@@ -103,7 +96,10 @@ class NullTokenizer:
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size + 1
-        self.eod = vocab_size
+
+    @property
+    def eod(self) -> int:
+        return self.vocab_size - 1
 
     def encode(self, text: str) -> list[int]:
         """Return the numbers of the text.
@@ -120,17 +116,8 @@ class NullTokenizer:
             ids.append(int(word))
         return ids
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self.encode(text) for text in texts]
-
-    def encode_arrays(self, texts: Sequence[bytes]) -> list[IdArray]:
-        return id_arrays(self.encode(text.decode()) for text in texts)
-
     def decode(self, ids: Sequence[int]) -> str:
         return " ".join(map(str, ids))
-
-    def token_id(self, name: str) -> int | None:
-        return None  # numbers have no names
 
 
 def build_tokenizer(
@@ -159,12 +146,12 @@ def build_tokenizer(
     kind = tokenizer_type or _type_for(files)
     if kind in _UNSUPPORTED:
         raise UserError(f"--tokenizer-type {kind} is not supported: {_UNSUPPORTED[kind]}")
-    if kind not in _BUILDERS:
-        near = difflib.get_close_matches(kind.lower(), [name.lower() for name in _BUILDERS], n=1, cutoff=0.5)
-        meant = [name for name in _BUILDERS if name.lower() in near]
-        hint = f"did you mean {meant[0]}?" if meant else f"pass one of {', '.join(_BUILDERS)}"
+    if kind not in TOKENIZER_TYPES:
+        names = {name.lower(): name for name in TOKENIZER_TYPES}
+        near = difflib.get_close_matches(kind.lower(), names, n=1, cutoff=0.5)
+        hint = f"did you mean {names[near[0]]}?" if near else f"pass one of {', '.join(TOKENIZER_TYPES)}"
         raise UserError(f"--tokenizer-type {kind} is unknown: {hint}")
-    return _BUILDERS[kind](kind, files)
+    return _build(kind, files)
 
 
 def configured_tokenizer(data: DataConfig, vocab_size: int | None) -> Tokenizer:
@@ -192,66 +179,45 @@ def _type_for(files: TokenizerFiles) -> str:
     )
     if kind is None:
         raise UserError(
-            f"there is no tokenizer: pass --tokenizer-type, one of {', '.join(_BUILDERS)}, or a tokenizer's "
-            "files"
+            f"there is no tokenizer: pass --tokenizer-type, one of {', '.join(TOKENIZER_TYPES)}, or a "
+            "tokenizer's files"
         )
     if kind == "SentencePieceTokenizer" and Path(files.tokenizer_model or "").is_dir():
         return "HuggingFaceTokenizer"
     return kind
 
 
-def _needed(kind: str, flag: str, value: str | None) -> str:
-    if not value:
-        raise UserError(f"--tokenizer-type {kind} needs {flag}")
-    return value
+def _build(kind: str, files: TokenizerFiles) -> Tokenizer:
+    def needed(flag: str, value: str | None) -> str:
+        if not value:
+            raise UserError(f"--tokenizer-type {kind} needs {flag}")
+        return value
+
+    match kind:
+        case "byte":
+            return ByteTokenizer()
+        case "GPT2BPETokenizer":
+            vocab_file = needed("--vocab-file vocab.json", files.vocab_file)
+            return gpt2_bpe_tokenizer(vocab_file, needed("--merge-file merges.txt", files.merge_file))
+        case "BertWordPieceLowerCase" | "BertWordPieceCase":
+            vocab_file = needed("--vocab-file vocab.txt", files.vocab_file)
+            return word_piece_tokenizer(vocab_file, lowercase=kind.endswith("LowerCase"))
+        case "HuggingFaceTokenizer" | "PretrainedFromHF":
+            flags = "--tokenizer-model tokenizer.json or --tokenizer-name-or-path FOLDER"
+            return HuggingFaceTokenizer.load(needed(flags, files.name_or_path or files.tokenizer_model))
+        case "NullTokenizer":
+            if files.vocab_size is None or files.vocab_size < 1:
+                raise UserError(f"--tokenizer-type {kind} needs a positive --vocab-size")
+            return NullTokenizer(files.vocab_size)
+    model_file = needed("--tokenizer-model FILE.model", files.tokenizer_model)
+    return SentencePieceTokenizer(model_file, begins_texts=kind == "Llama2Tokenizer")
 
 
-def _byte(kind: str, files: TokenizerFiles) -> Tokenizer:
-    return ByteTokenizer()
-
-
-def _gpt2_bpe(kind: str, files: TokenizerFiles) -> Tokenizer:
-    vocab_file = _needed(kind, "--vocab-file vocab.json", files.vocab_file)
-    return gpt2_bpe_tokenizer(vocab_file, _needed(kind, "--merge-file merges.txt", files.merge_file))
-
-
-def _bert_word_piece(kind: str, files: TokenizerFiles) -> Tokenizer:
-    vocab_file = _needed(kind, "--vocab-file vocab.txt", files.vocab_file)
-    return word_piece_tokenizer(vocab_file, lowercase=kind.endswith("LowerCase"))
-
-
-def _hugging_face(kind: str, files: TokenizerFiles) -> Tokenizer:
-    flags = "--tokenizer-model tokenizer.json or --tokenizer-name-or-path FOLDER"
-    return HuggingFaceTokenizer.load(_needed(kind, flags, files.name_or_path or files.tokenizer_model))
-
-
-def _sentencepiece(kind: str, files: TokenizerFiles) -> Tokenizer:
-    return SentencePieceTokenizer(_needed(kind, "--tokenizer-model FILE.model", files.tokenizer_model))
-
-
-def _llama2(kind: str, files: TokenizerFiles) -> Tokenizer:
-    model_file = _needed(kind, "--tokenizer-model FILE.model", files.tokenizer_model)
-    return SentencePieceTokenizer(model_file, begins_texts=True)
-
-
-def _null(kind: str, files: TokenizerFiles) -> Tokenizer:
-    if files.vocab_size is None or files.vocab_size < 1:
-        raise UserError(f"--tokenizer-type {kind} needs a positive --vocab-size")
-    return NullTokenizer(files.vocab_size)
-
-
-_BUILDERS: dict[str, Callable[[str, TokenizerFiles], Tokenizer]] = {
-    "byte": _byte,
-    "GPT2BPETokenizer": _gpt2_bpe,
-    "BertWordPieceLowerCase": _bert_word_piece,
-    "BertWordPieceCase": _bert_word_piece,
-    "HuggingFaceTokenizer": _hugging_face,
-    "PretrainedFromHF": _hugging_face,
-    "SentencePieceTokenizer": _sentencepiece,
-    "GPTSentencePieceTokenizer": _sentencepiece,
-    "Llama2Tokenizer": _llama2,
-    "NullTokenizer": _null,
-}
+TOKENIZER_TYPES = (
+    "byte", "GPT2BPETokenizer", "BertWordPieceLowerCase", "BertWordPieceCase", "HuggingFaceTokenizer",
+    "PretrainedFromHF", "SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer",
+    "NullTokenizer",
+)  # fmt: skip
 
 _UNSUPPORTED = {
     "TikTokenizer": "pass the tokenizer.json of the same vocabulary, as HuggingFaceTokenizer",
@@ -261,13 +227,10 @@ _UNSUPPORTED = {
 }
 """Megatron-LM's other kinds, and what to do instead."""
 
-TOKENIZER_TYPES = tuple(_BUILDERS)
-
-
 _EOD_NAMES = ("<eod>", "<EOD>", "<|endoftext|>", "</s>")
 
 
-class SentencePieceTokenizer:
+class SentencePieceTokenizer(Tokenizer):
     """SentencePiece model; a document ends with its end-of-sentence token.
 
     Args:
@@ -311,9 +274,6 @@ class SentencePieceTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         ids: list[list[int]] = self._library.encode(list(texts), out_type=int, add_bos=self._begins_texts)
         return ids
-
-    def encode_arrays(self, texts: Sequence[bytes]) -> list[IdArray]:
-        return id_arrays(self.encode_batch([text.decode() for text in texts]))
 
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self._library.decode(list(ids))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megalite.config import DataConfig
 from megalite.data.storage import read_small
-from megalite.data.tokenizers.hf_tokenizer import SAMPLE
+from megalite.data.tokenizers.hf_tokenizer import SAMPLE, HuggingFaceTokenizer
 from megalite.data.tokenizers.tokenizer import NullTokenizer, Tokenizer, configured_tokenizer
 from megalite.utils.errors import UserError, few
 from megalite.utils.files import parse_json, replace_file
@@ -71,13 +71,13 @@ def copy_tokenizer_digest(source: str, prefix: str) -> None:
     Raises:
         UserError: it cannot be written.
     """
-    _write(prefix, read_small(_digest_name(source)))
+    _write(prefix, read_small(digest_path(source)))
 
 
 def _write(prefix: str, data: bytes) -> None:
     path = digest_path(prefix)
     try:
-        with replace_file(path) as stream:
+        with replace_file(Path(path)) as stream:
             stream.write(data)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from None
@@ -89,7 +89,7 @@ def read_tokenizer_digest(prefix: str) -> str | None:
     Raises:
         UserError: the file exists but is not a digest.
     """
-    path = _digest_name(prefix)
+    path = digest_path(prefix)
     try:
         record = parse_json(read_small(path))
         digest = record["digest"]
@@ -118,17 +118,13 @@ def check_tokenizer(prefixes: Iterable[str], tokenizer: Tokenizer) -> None:
     if wrong:
         raise UserError(
             f"{few(wrong, 5)}: made with another tokenizer than this run's, so its ids mean other text: pass "
-            f"the same tokenizer, or delete {_digest_name(wrong[0])} if you know that they are equal"
+            f"the same tokenizer, or delete {digest_path(wrong[0])} if you know that they are equal"
         )
 
 
-def digest_path(prefix: str) -> Path:
-    """Return the path of the file that holds the digest of a corpus's tokenizer."""
-    return Path(_digest_name(prefix))
-
-
-def _digest_name(prefix: str) -> str:
-    return f"{prefix}.tokenizer.json"  # not a Path, because the prefix may be a URL
+def digest_path(prefix: str) -> str:
+    """Return the path or URL of the file that holds the digest of a corpus's tokenizer."""
+    return f"{prefix}.tokenizer.json"
 
 
 def end_of_document(tokenizer: Tokenizer) -> int | None:
@@ -137,3 +133,11 @@ def end_of_document(tokenizer: Tokenizer) -> int | None:
         return tokenizer.eod
     except UserError:
         return None
+
+
+def special_ids(tokenizer: Tokenizer) -> set[int]:
+    """Return the ids of the tokens that a text can name, such as <|endoftext|>, but that are not text."""
+    ids = {end_of_document(tokenizer)}
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        ids |= tokenizer.special_ids
+    return {number for number in ids if number is not None and number != tokenizer.unk}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -67,7 +68,8 @@ def test_what_is_read_ahead_is_what_is_asked_for() -> None:
 
 @pytest.mark.parametrize("order", [[3, 2, 1, 0], [0, 1, 0, 1, 2, 3], [5, 0, 5, 0, 11]])
 def test_any_order_gives_the_same(order: list[int]) -> None:
-    prefetcher = Prefetcher(Recorder(24), 2, CPU, PLAIN)
+    recorder = Recorder(24)
+    prefetcher = Prefetcher(partial(read_microbatch, recorder, CPU, PLAIN, None), len(recorder), 2, CPU)
     for index in order:
         samples = np.arange(2 * index, 2 * index + 2)
         batch = prefetcher.take(samples)
@@ -204,7 +206,7 @@ def test_middle_stages_learn_what_there_is(monkeypatch: pytest.MonkeyPatch) -> N
 def test_microbatch(write_dataset: Any) -> None:
     dataset = GPTDataset(IndexedDataset(write_dataset([50, 60])), range(2), 12, 8, seed=1)
     samples = microbatch_samples(6, 0, 3, 0, 1)
-    batch = read_microbatch(dataset, samples, torch.device("cpu"), GPTSamples(8, seed=1))
+    batch = read_microbatch(dataset, torch.device("cpu"), GPTSamples(8, seed=1), None, samples)
     assert batch.tokens.shape == batch.labels.shape == (3, 8)
     assert batch.tokens.dtype == batch.labels.dtype == batch.sample_numbers.dtype == torch.int64
     assert batch.tokens.is_contiguous() and batch.labels.is_contiguous()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from megalite.config import DataConfig
@@ -18,11 +19,12 @@ from megalite.data.corpus_record import (
     CorpusIdentity,
     DataRecord,
     data_differences,
+    num_read_again,
     reordered_corpora,
     samples_lost_and_repeated,
 )
 from megalite.data.corpus_sources import find_sources
-from megalite.data.gpt_dataset import build_gpt_index
+from megalite.data.gpt_dataset import gpt_index, plan_epochs
 from megalite.data.indexed_dataset import IndexedDataset, IndexedWriter
 from megalite.data.loss_mask import LossMask
 from tests.chat import write_masked
@@ -136,13 +138,17 @@ def test_lost_and_repeated_samples_of_other_weights_are_counted(corpus: str, tmp
         drawn((0.8, 0.2), 20_000),
     )
     assert samples_lost_and_repeated(saved.for_json(), here.for_json(), 10_000, 20_000) == [
-        f"about {a_here - a:,} samples of {corpus} are skipped",
-        f"about {min(b, b_end) - b_here:,} samples of {other} are read again",
+        f"{corpus} was read up to about sample {a:,} and continues at {a_here:,}, so that {a_here - a:,} "
+        "samples are skipped",
+        f"{other} was read up to about sample {b:,} and continues at {b_here:,}, so that "
+        f"{min(b, b_end) - b_here:,} samples are read again",
     ]
     assert (a_here - a, min(b, b_end) - b_here) == (3000, 2000)
     added = record(data_path=(corpus,)).for_json(), saved.for_json()
     assert samples_lost_and_repeated(*added, 1000, 2000) == [
-        f"about 500 samples of {corpus} are read again", f"about 500 samples of {other} are skipped",
+        f"{corpus} was read up to about sample 1,000 and continues at 500, so that 500 samples are read "
+        "again",
+        f"{other} was read up to about sample 0 and continues at 500, so that 500 samples are skipped",
     ]  # fmt: skip
     assert samples_lost_and_repeated(saved.for_json(), saved.for_json(), 1000, 2000) == []
 
@@ -151,18 +157,38 @@ def test_a_longer_run_tells_whether_it_reorders_a_corpus(tmp_path: Path) -> None
     lengths = (50, 30, 70, 20, 60)
     known = record(train_data_path=(write(tmp_path / "c", lengths),)).for_json()
     orders = {
-        number: build_gpt_index(np.array(lengths, np.int32), range(5), number, 2, 1)
-        for number in range(1, 500)
+        number: gpt_index(np.array(lengths, np.int32), range(5), number, 2, 1) for number in range(1, 500)
     }
     reordered = set()
     for before, now in itertools.pairwise(orders):
         arrays = [[orders[i].document_index, orders[i].shuffle_index] for i in (before, now)]
         is_same = all(np.array_equal(*pair) for pair in zip(*arrays, strict=True))
-        assert bool(reordered_corpora(known, before, now, 2)) != is_same, (before, now)
+        assert bool(reordered_corpora(known, 0, before, now, 2)) != is_same, (before, now)
         reordered |= {now} - ({now} if is_same else set())
     assert reordered
-    (text,) = reordered_corpora(known, 200, 300, 2)
-    assert text == f"{tmp_path}/c (epochs: 2, now 3)"
+    (text,) = reordered_corpora(known, 200, 200, 300, 2)
+    assert text.startswith(f"{tmp_path}/c (epochs: 2, now 3): about ")
+
+
+@pytest.mark.parametrize(
+    ("epochs", "longer", "share"), [(1, 2, 0.5), (1, 2, 1), (2, 3, 0.75), (2.3, 5, 0.95), (3, 2.5, 0.5)]
+)
+def test_samples_that_a_longer_run_reads_again_are_counted(
+    epochs: float, longer: float, share: float
+) -> None:
+    num_texts, size = 3000, 4  # each text fills one sample
+    lengths = np.full(num_texts, size, np.int32)
+    num_samples = [int(number * num_texts) - 1 for number in (epochs, longer)]
+    num_consumed = int(share * min(num_samples))
+
+    def times_read(number: int) -> npt.NDArray[np.int64]:
+        index = gpt_index(lengths, range(num_texts), number, size, 1)
+        return np.bincount(index.document_index[index.shuffle_index[:num_consumed]], minlength=num_texts)
+
+    read, skipped = map(times_read, num_samples)
+    plans = [plan_epochs(num_texts * size, number, size) for number in num_samples]
+    exact = np.maximum(read - skipped, 0).sum()
+    assert num_read_again(*plans, num_consumed) == pytest.approx(exact, rel=0.1, abs=3)
 
 
 def test_data_for_evaluation_alone_are_reported_apart(corpus: str, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from megalite.data import _index_builder
 from megalite.data.blend import normalized
-from megalite.data.gpt_dataset import GPTDataset, build_gpt_index, plan_epochs
+from megalite.data.gpt_dataset import GPTDataset, gpt_index, plan_epochs
 from megalite.data.indexed_dataset import HEADER, MAGIC, VERSION, IndexedDataset, IndexedWriter
 from tests.corpora import build_datasets, split_ranges
 
@@ -68,7 +68,7 @@ def test_index_arrays(num_documents: int, s: int) -> None:
         lengths = rng.integers(0, max_length, num_documents + 2).astype(np.int32)
         lengths[1] = max(2, lengths[1])
         documents = range(1, num_documents + 1)
-        ours = build_gpt_index(lengths, documents, num_samples, s, seed)
+        ours = gpt_index(lengths, documents, num_samples, s, seed)
         theirs = megatron_index(lengths, documents, num_samples, s, seed)
         for mine, other in zip(
             (ours.document_index, ours.sample_index, ours.shuffle_index), theirs, strict=True

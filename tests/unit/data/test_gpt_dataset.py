@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalite.data import _index_builder, storage
-from megalite.data.gpt_dataset import EpochPlan, GPTDataset, build_gpt_index, plan_epochs
+from megalite.data.gpt_dataset import EpochPlan, GPTDataset, gpt_index, plan_epochs
 from megalite.data.indexed_dataset import IndexedDataset, IndexedWriter
 from megalite.data.inspect_dataset import compare, summarize
 from megalite.utils.errors import UserError
@@ -27,7 +27,7 @@ GOLDEN_SAMPLES = [
 
 def test_golden_case() -> None:
     assert plan_epochs(23, 12, 4) == EpochPlan(num_epochs=3, num_samples=17, num_samples_before_last=11)
-    index = build_gpt_index(np.array([5, 3, 7, 2, 6], np.int32), range(5), 12, 4, 1234)
+    index = gpt_index(np.array([5, 3, 7, 2, 6], np.int32), range(5), 12, 4, 1234)
     assert index.document_index.tolist() == [2, 2, 4, 1, 0, 3, 4, 0, 1, 3, 0, 4, 3, 2, 1]
     assert index.shuffle_index.tolist() == [3, 9, 2, 1, 7, 5, 4, 0, 8, 6, 10, 16, 12, 15, 14, 11, 13]
     assert index.sample_index.tolist() == GOLDEN_SAMPLES

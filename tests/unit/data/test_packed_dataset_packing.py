@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite.data.packed_dataset import one_per_sample, pack_best_fit
+from megalite.data.packed_dataset import pack_best_fit
 
 
 def _samples(lengths: list[int], size: int) -> list[list[int]]:
@@ -46,9 +46,3 @@ def test_packing_is_a_partition_without_overflow(lengths: list[int]) -> None:
 def test_a_million_positions_are_nearly_filled() -> None:
     lengths = np.random.default_rng(0).integers(1, 1000, 20_000)
     assert len(pack_best_fit(lengths, 4096).bounds) - 1 <= 1.002 * lengths.sum() / 4096 + 1
-
-
-def test_one_per_sample() -> None:
-    packing = one_per_sample(3)
-    assert packing.items.tolist() == [0, 1, 2]
-    assert packing.bounds.tolist() == [0, 1, 2, 3]

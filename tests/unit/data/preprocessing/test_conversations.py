@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megalite.data.preprocessing.conversations import EncodedConversation, conversation_encoder
+from megalite.data.preprocessing.conversations import ConversationEncoder, EncodedConversation
 from megalite.data.preprocessing.documents import DocumentRecord, RecordError
 from megalite.data.tokenizers.hf_tokenizer import HuggingFaceTokenizer
 from megalite.data.tokenizers.tokenizer import ByteTokenizer
@@ -33,7 +33,7 @@ def _encode(template: str, *rows: Any, folder: Path) -> list[EncodedConversation
     records = [
         DocumentRecord("chat.jsonl", i, "json", json.dumps(row).encode()) for i, row in enumerate(rows)
     ]
-    return conversation_encoder(tokenizer, "messages", NOW).encode(records)
+    return ConversationEncoder(tokenizer, "messages", NOW).encode(records)
 
 
 def _learned(template: str, row: Any, folder: Path) -> list[str]:
@@ -161,4 +161,4 @@ def test_marks_allow_what_prefixes_do_not(tmp_path: Path) -> None:
 
 def test_a_tokenizer_without_a_file_has_no_template() -> None:
     with pytest.raises(UserError, match=r"--chat needs a tokenizer\.json"):
-        conversation_encoder(ByteTokenizer(), "messages", NOW)
+        ConversationEncoder(ByteTokenizer(), "messages", NOW)

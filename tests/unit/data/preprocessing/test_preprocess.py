@@ -17,6 +17,7 @@ import pytest
 from megalite.cli import preprocess as program
 from megalite.cli.preprocess import parse_job
 from megalite.data.indexed_dataset import IndexedDataset
+from megalite.data.preprocessing import compressed_readers as readers_module
 from megalite.data.preprocessing import encoder as encoder_module
 from megalite.data.preprocessing import input_plan as plan_module
 from megalite.data.preprocessing.documents import find_inputs
@@ -148,6 +149,53 @@ def test_parquet(tmp_path: Path) -> None:
     path.write_bytes(b"junk")
     with pytest.raises(UserError, match=r"cannot read .*a\.parquet"):
         run(tmp_path, path, overwrite=True)
+
+
+@pytest.mark.parametrize("form", ["new_stream", "new_file"])
+def test_arrow_is_read_like_parquet(tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    ipc = pytest.importorskip("pyarrow.ipc")
+    monkeypatch.setattr(readers_module, "_BATCHES_PER_GROUP", 2)
+    texts = [f"t{i}" for i in range(10)]
+    table = pyarrow.table({"text": texts, "n": range(10)})
+    path = tmp_path / "a.arrow"
+    with getattr(ipc, form)(str(path), table.schema) as writer:
+        writer.write_table(table, max_chunksize=3)
+    assert readers_module.row_group_sizes(str(path)) == [6, 4]
+    assert run(tmp_path, path) == texts
+    with pytest.raises(UserError, match=r"no column 'body' \(it has text, n\)"):
+        run(tmp_path, path, json_keys=("body",))
+    for damaged in (path.read_bytes()[:-200], b"junk", b""):
+        path.write_bytes(damaged)
+        with pytest.raises(UserError, match=r"cannot read .*a\.arrow"):
+            run(tmp_path, path, overwrite=True)
+
+
+def test_a_saved_hugging_face_dataset_is_read_from_its_folder(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    texts = [f"t{i}" for i in range(10)]
+    folder = tmp_path / "saved"
+    split = datasets.Dataset.from_dict({"text": texts})
+    split.save_to_disk(str(folder / "train"), num_shards=3)
+    (folder / "train" / "data-00003-of-00004.arrow").write_bytes(b"of an earlier save")
+    assert run(tmp_path, folder / "train") == texts
+    (folder / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    with pytest.raises(UserError, match=r"saved holds several splits of a dataset: pass the folder of one"):
+        find_inputs([str(folder)])
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("a.csv", "CSV"), ("a.tsv.gz", "CSV"), ("a.warc.gz", "WARC"), ("a.WET", "WARC")]
+)
+def test_other_formats_are_refused_by_name(tmp_path: Path, name: str, kind: str) -> None:
+    (tmp_path / name).write_text("x")
+    for pattern in (tmp_path / name, tmp_path / "a*"):
+        with pytest.raises(
+            UserError, match=rf"--input .*{name} is a {kind} file: convert it to one of \.jsonl"
+        ):
+            find_inputs([str(pattern)])
+    with pytest.raises(UserError, match=r"names no file"):
+        find_inputs([str(tmp_path)])
 
 
 def test_inputs_are_files_globs_and_folders_in_order(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from megalite.cli.preprocess import _run as run_preprocessing
 from megalite.data.indexed_dataset import IndexedDataset
+from megalite.data.preprocessing import input_plan as plan_module
 from megalite.data.preprocessing import shards as join_module
 from megalite.data.preprocessing.preprocess import PreprocessJob, preprocess
 from megalite.data.preprocessing.shards import copy_range
@@ -69,23 +70,29 @@ def test_report(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("append_eod", [False, True])
-def test_ends_of_documents_in_texts_are_counted_and_told(
-    tmp_path: Path, append_eod: bool, caplog: pytest.LogCaptureFixture
+def test_special_tokens_in_texts_are_counted_and_located(
+    tmp_path: Path, append_eod: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(plan_module, "_MIN_PIECE_BYTES", 50)
     tokenizers = pytest.importorskip("tokenizers")
     model = tokenizers.ByteLevelBPETokenizer()
-    model.train_from_iterator(
-        ["a b c"], vocab_size=260, special_tokens=["<|endoftext|>"], show_progress=False
-    )
+    specials = ["<|endoftext|>", "<|call|>"]
+    model.train_from_iterator(["a b c"], vocab_size=260, special_tokens=specials, show_progress=False)
     model.save(str(tmp_path / "tokenizer.json"))
-    path = jsonl(
-        tmp_path / "a.jsonl", {"text": "a<|endoftext|>b"}, {"text": "c"}, {"text": "<|endoftext|>" * 2}
-    )
-    flags = ["--input", path, "--output-prefix", str(tmp_path / "o"), "--workers", "1"]
-    flags += ["--tokenizer-model", str(tmp_path / "tokenizer.json"), *["--append-eod"] * append_eod]
-    run_preprocessing(flags)
-    assert json.loads((tmp_path / "o_text_document.json").read_text())["num_ends_in_texts"] == 3
-    assert "contain the end-of-document token 3 times" in caplog.text
+    plain = [{"text": text} for text in ("c", "", "<|endoftex|>") * 5]
+    texts = ["a<|endoftext|>b", "<|call|>", "<|endoftext|>" * 2]
+    path = jsonl(tmp_path / "a.jsonl", *plain, *({"text": text} for text in texts))
+    for workers in "1", "2":
+        prefix = tmp_path / f"o{workers}"
+        flags = ["--input", path, "--output-prefix", str(prefix), "--workers", workers]
+        flags += ["--tokenizer-model", str(tmp_path / "tokenizer.json"), *["--append-eod"] * append_eod]
+        run_preprocessing(flags)
+        report = json.loads((tmp_path / f"{prefix.name}_text_document.json").read_text())
+        assert (report["num_special_in_texts"], report["num_ends_in_texts"]) == (3, 3)
+        assert report["first_special_in_texts"] == f"<|endoftext|> in {path}, line 16"
+        assert "3 documents with the text of a special token" in caplog.text
+        assert f"in {path}, line 16); training ends a document at each of 3 end" in caplog.text
+        caplog.clear()
 
 
 def test_a_part_has_its_number_in_its_name(tmp_path: Path) -> None:
@@ -133,7 +140,7 @@ def test_a_vocabulary_over_the_type_is_refused(tmp_path: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("missing", [(), ("_copy_file_range",), ("_copy_file_range", "_send_file")])
+@pytest.mark.parametrize("missing", [(), ("_copy_file_range",)])
 def test_ranges_of_files_are_copied_however_the_system_can(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: tuple[str, ...]
 ) -> None:

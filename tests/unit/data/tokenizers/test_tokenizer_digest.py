@@ -77,7 +77,7 @@ def test_stored_and_compared(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", "3"])
 def test_a_damaged_file_is_named(tmp_path: Path, content: str) -> None:
     prefix = str(tmp_path / "corpus")
-    digest_path(prefix).write_text(content)
+    Path(digest_path(prefix)).write_text(content)
     with pytest.raises(UserError, match=f"cannot read {digest_path(prefix)}"):
         read_tokenizer_digest(prefix)
 
@@ -91,7 +91,9 @@ def test_the_digest_of_a_corpus_in_a_store_is_read(tmp_path: Path) -> None:
     memory = pytest.importorskip("fsspec.implementations.memory").MemoryFileSystem()
     tokenizer = ByteTokenizer()
     write_tokenizer_digest(str(tmp_path / "corpus"), tokenizer)
-    memory.pipe_file("/digests/corpus.tokenizer.json", digest_path(str(tmp_path / "corpus")).read_bytes())
+    memory.pipe_file(
+        "/digests/corpus.tokenizer.json", Path(digest_path(str(tmp_path / "corpus"))).read_bytes()
+    )
     check_tokenizer(["memory://digests/corpus", "memory://digests/other"], tokenizer)
     assert read_tokenizer_digest("memory://digests/other") is None
     assert read_tokenizer_digest(f"file://{tmp_path}/corpus") == tokenizer_digest(tokenizer)
