@@ -171,6 +171,11 @@ class OptimizerConfig:
     """Share of the optimizer state that the flags above offload, rounded to whole gradient buckets."""
 
     @property
+    def offloads_optimizer(self) -> bool:
+        """Return whether optimizer state is kept outside of the device."""
+        return self.optimizer_cpu_offload or self.optimizer_nvme_offload is not None
+
+    @property
     def updates_whole_matrices(self) -> bool:
         """Return whether an update of a matrix depends on all its elements, unlike AdamW's."""
         return self.optimizer == "muon"

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from megalite.config.fp8 import Fp8Options
 from megalite.config.option import (
     ABOVE_ONE,
     LOCAL_PATH,
@@ -24,7 +25,6 @@ from megalite.config.option import (
 
 ExitSignal = Literal["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP"]
 
-Fp8Format = Literal["hybrid", "e4m3"]
 GemmEpilogues = Literal["auto", "on", "off"]
 
 
@@ -42,7 +42,7 @@ _COMPUTES = Setting("dry_run", (False,), "a dry run computes nothing")
 
 
 @dataclass(frozen=True)
-class TrainingConfig:
+class TrainingConfig(Fp8Options):
     """Options of the training loop: batch sizes, length, evaluation, and when to stop."""
 
     default_on_resume: ClassVar[OnResume] = OnResume.SETTING
@@ -138,12 +138,6 @@ class TrainingConfig:
         True, on_resume=OnResume.FREE, sets={"--disable-manual-gc-eval": False}, only_with="manual_gc"
     )
     """With --manual-gc: also collect garbage before and after each evaluation."""
-    fp8_format: Fp8Format | None = option(
-        None, sets={"--fp8": "hybrid", "--fp8-hybrid": "hybrid", "--fp8-e4m3": "e4m3"}
-    )
-    """Use 8-bit GEMMs in the linear layers of a bf16 model. hybrid is e4m3 with gradients in e5m2."""
-    fp8_weight_cache: bool = option(True, on_resume=OnResume.FREE, only_with="fp8_format")
-    """Keep FP8 copies of weights for all microbatches of an iteration, 2 bytes per linear layer's weight."""
     compile: bool = option(False, on_resume=OnResume.LOGGED, only_with=_COMPUTES)
     """Compile the transformer layers with torch.compile (docs/precision.md)."""
     gemm_epilogues: GemmEpilogues = option("auto", on_resume=OnResume.LOGGED, only_with=_COMPUTES)

@@ -306,6 +306,11 @@ class MeshOptions:
         """Return the number of ranks that the tokens of each sample are cut over."""
         return math.prod(self.sizes.get(name) or 1 for name in self.model.with_role("positions"))
 
+    @property
+    def num_token_ranges(self) -> int:
+        """Return the number of ranges of consecutive tokens that ranks cut each sample into."""
+        return self.num_position_slices * (2 if self.is_zigzag else 1)
+
     def sizes_in(self, world_size: int) -> dict[str, int]:
         """Return the size of each axis of all meshes in a world of this many ranks.
 

@@ -202,7 +202,7 @@ class OutputLayer(nn.Module):
         self, config: ModelConfig, context: LayerContext, *, is_tied: bool, has_bias: bool = False
     ) -> None:
         super().__init__()
-        self.context = LinearContext.of(replace(context, fp8_format=None))
+        self.context = LinearContext.of(replace(context, fp8=None))
         spec = ParameterSpec(
             (padded_vocab_size(config, context.tp.size), config.hidden_size),
             Cut("tp", 0),

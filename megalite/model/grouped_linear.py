@@ -12,17 +12,18 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megalite.tensor_parallel.gemm import WIDE, Gemm
 
-def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+
+def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, gemm: Gemm = WIDE) -> Tensor:
     """Multiply consecutive rows of ``[n, in]`` by the transposed weight of their group; return ``[n, out]``.
 
     Args:
         weight: ``[groups, ..., out, in]``; all dims between are output features.
         ends: number of rows of each group and the groups before it, int32 ``[groups]``.
+        gemm: rounds the factors of the products.
     """
-    weight = weight.flatten(1, -2)
-    product = GroupedGemm if GroupedGemm.serves(weight) else GemmByGroup
-    y: Tensor = product.apply(x, weight, ends)
+    y: Tensor = _GroupedLinear.apply(x, weight.flatten(1, -2), ends, gemm)
     return y
 
 
@@ -45,8 +46,16 @@ ALIGNED = 8
 """Elements of bfloat16 in 16 bytes, which GPUs load at once."""
 
 
-class GroupedGemm(torch.autograd.Function):
-    """Runs one kernel for all groups, which reads their sizes on the GPU."""
+class GroupedGemm:
+    """One kernel for all groups, which reads their sizes on the GPU.
+
+    Args:
+        ends: see `grouped_linear`.
+        num_rows: rows of all groups.
+    """
+
+    def __init__(self, ends: Tensor, num_rows: int) -> None:
+        self.ends = ends
 
     @staticmethod
     def serves(weight: Tensor) -> bool:
@@ -57,51 +66,62 @@ class GroupedGemm(torch.autograd.Function):
         is_aligned = all(size % ALIGNED == 0 for size in weight.shape[1:])
         return (weight.is_cuda or weight.is_meta) and weight.dtype == torch.bfloat16 and is_aligned
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight, ends)
-        return F.grouped_mm(x, weight.mT, offs=ends)
+    def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Multiply the rows of ``[n, in]`` by their group's ``[in, out]``: ``[n, out]``."""
+        return F.grouped_mm(x, weight, offs=self.ends)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        x, weight, ends = ctx.saved_tensors
-        needs_x, needs_weight, _ = ctx.needs_input_grad
-        grad = grad.contiguous()  # the kernel refuses expanded rows
-        x_grad = F.grouped_mm(grad, weight, offs=ends) if needs_x else None
-        weight_grad = F.grouped_mm(grad.mT, x, offs=ends) if needs_weight else None
-        return x_grad, weight_grad, None
+    def weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
+        """Return ``grad^T x`` of the rows of each group, ``[groups, out, in]``."""
+        return F.grouped_mm(grad.mT, x, offs=self.ends)
 
 
-class GemmByGroup(torch.autograd.Function):
-    """Runs one GEMM for each group that has rows; the host reads their sizes."""
+class GemmByGroup:
+    """A GEMM for each group that has rows; the host reads their sizes. See `GroupedGemm`."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.sizes = _sizes(ends, x.shape[0])
-        y = x.new_empty(x.shape[0], weight.shape[1])
-        for rows, matrix, out in zip(x.split(ctx.sizes), weight, y.split(ctx.sizes), strict=True):
+    def __init__(self, ends: Tensor, num_rows: int) -> None:
+        self.sizes = _sizes(ends, num_rows)
+
+    def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Multiply the rows of ``[n, in]`` by their group's ``[in, out]``: ``[n, out]``."""
+        y = x.new_empty(x.shape[0], weight.shape[2])
+        for rows, matrix, out in zip(x.split(self.sizes), weight, y.split(self.sizes), strict=True):
             if rows.shape[0]:
-                torch.mm(rows, matrix.t(), out=out)
+                torch.mm(rows, matrix, out=out)
+        return y
+
+    def weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
+        """Return ``grad^T x`` of the rows of each group, ``[groups, out, in]``; zero without rows."""
+        gradient = x.new_empty(len(self.sizes), grad.shape[1], x.shape[1])
+        for own, rows, out in zip(grad.split(self.sizes), x.split(self.sizes), gradient, strict=True):
+            torch.mm(own.t(), rows, out=out)
+        return gradient
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """Products of rows and their group's matrix. The weight's gradient is of numbers that are not rounded."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, gemm: Gemm) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.gemm = gemm
+        ctx.groups = (GroupedGemm if GroupedGemm.serves(weight) else GemmByGroup)(ends, x.shape[0])
+        matrices = gemm.rounded_weight(weight, sums_over_rows=False)
+        y: Tensor = ctx.groups.multiply(gemm.rounded_input(x), matrices.mT)
         return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        needs_x, needs_weight, _ = ctx.needs_input_grad
-        x_grad = torch.empty_like(x) if needs_x else None
-        weight_grad = torch.empty_like(weight) if needs_weight else None
-        start = 0
-        for number, size in enumerate(ctx.sizes):
-            rows = slice(start, start + size)
-            start += size
-            if size and x_grad is not None:
-                torch.mm(grad[rows], weight[number], out=x_grad[rows])
-            if weight_grad is not None:  # of a group without rows, it is zero
-                torch.mm(grad[rows].t(), x[rows], out=weight_grad[number])
-        return x_grad, weight_grad, None
+        needs_x, needs_weight, *_ = ctx.needs_input_grad
+        grad = grad.contiguous()  # the kernel refuses expanded rows
+        x_grad = weight_grad = None
+        if needs_x:
+            matrices = ctx.gemm.rounded_weight(weight, sums_over_rows=True)
+            x_grad = ctx.groups.multiply(ctx.gemm.rounded_gradient(grad), matrices)
+        if needs_weight:
+            weight_grad = ctx.groups.weight_gradient(grad, x)
+        return x_grad, weight_grad, None, None
 
 
 def _sizes(ends: Tensor, num_rows: int) -> list[int]:

@@ -14,22 +14,24 @@ an iteration, in row order for forward and transposed for backward.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from megalite.config import TrainingConfig
 from megalite.distributed.axis import Axis
 from megalite.distributed.collectives import all_reduce
 from megalite.kernels.library import at_run_time
+from megalite.tensor_parallel.gemm import RoundedGemm
 from megalite.utils.errors import UserError
 from megalite.utils.torch_private import scaled_mm, storage_number, unsafe_view
 
+T = TypeVar("T")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 GRADIENT_DTYPES = {"hybrid": E5M2, "e4m3": E4M3}
 """Dtype of gradients by the config's fp8_format; weights and activations are always in e4m3."""
@@ -85,6 +87,13 @@ def scaled_gemm(a: Fp8, b: Fp8, bias: Tensor | None, dtype: torch.dtype, *, is_f
     )
 
 
+def emulated_gemm(a: Fp8, b: Fp8, bias: Tensor | None, dtype: torch.dtype, *, is_fast: bool) -> Tensor:
+    """Compute `scaled_gemm` on a device without GEMMs in 8 bits, with sums in at least fp32."""
+    wide = torch.promote_types(dtype, torch.float32)
+    y = (a.numbers.to(wide) @ b.numbers.to(wide).t()) * (a.scale * b.scale)
+    return (y if bias is None else y + bias).to(dtype)
+
+
 @dataclass
 class Fp8Weight:
     """Properties of a weight ``[out, in]``.
@@ -92,12 +101,12 @@ class Fp8Weight:
     Attributes:
         weight: the weight. While this object holds it, no other weight is at its place in memory.
         largest: largest magnitude over the ranks of tp; None if it has not been measured.
-        copies: copies in 8 bits, by whether they are transposed.
+        copies: copies in 8 bits, by whether they are transposed. What a copy is depends on the recipe.
     """
 
     weight: Tensor
     largest: Tensor | None = None
-    copies: dict[bool, Fp8] = field(default_factory=dict)
+    copies: dict[bool, Any] = field(default_factory=dict)
 
 
 class Fp8Weights:
@@ -131,38 +140,60 @@ class Fp8Weights:
         place = storage_number(weight.untyped_storage()), int(weight.storage_offset())
         return self._known.setdefault(place, Fp8Weight(weight))
 
-    def copy_of(self, weight: Tensor, largest: Tensor, *, is_transposed: bool) -> Fp8:
-        """Return a weight in 8 bits, rounded now unless a copy was kept."""
+    def keep(self, weight: Tensor, is_transposed: bool, compute: Callable[[], T]) -> T:
+        """Return a copy of a weight in 8 bits, computed now unless it was kept."""
         copies = self.of(weight).copies
-        if is_transposed in copies:
-            return copies[is_transposed]
-        copy = in_fp8(weight.t() if is_transposed else weight, E4M3, largest)
+        copy: T = copies[is_transposed] if is_transposed in copies else compute()
         if self._keeps_copies:
             copies[is_transposed] = copy
         return copy
 
 
-class Fp8Gemm:
-    """GEMMs of a linear layer in 8 bits; see `linear.Gemm`.
+@dataclass(frozen=True)
+class Fp8Settings:
+    """Settings of the linear layers' GEMMs in 8 bits.
 
-    Args:
+    Attributes:
         fp8_format: a key of `GRADIENT_DTYPES`.
-        tp: the axis that the layers' tensors are sharded along.
-        weights: holds the weights in 8 bits during an iteration; None to round them in each GEMM.
+        recipe: tensorwise, which scales whole tensors, or a key of `block_scaling.BLOCKS`.
+        wide_layers: numbers of the layers whose GEMMs are in the dtype of the model.
+        rounds_weight_gradients: compute weight gradients in 8 bits, with blocks.
+        weights: holds weights in 8 bits during an iteration; by default they are rounded in each GEMM.
+        emulates: compute tensorwise GEMMs without the device's GEMMs in 8 bits.
     """
 
-    def __init__(self, fp8_format: str, tp: Axis, weights: Fp8Weights | None = None) -> None:
-        self.gradient_dtype = GRADIENT_DTYPES[fp8_format]
+    fp8_format: str
+    recipe: str = "tensorwise"
+    wide_layers: frozenset[int] = frozenset()
+    rounds_weight_gradients: bool = True
+    weights: Fp8Weights = field(default_factory=Fp8Weights)
+    emulates: bool = False
+
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        return GRADIENT_DTYPES[self.fp8_format]
+
+
+class TensorwiseGemm(RoundedGemm):
+    """GEMMs of a linear layer in 8 bits; with a scale for each tensor.
+
+    Args:
+        tp: the axis that the layers' tensors are sharded along.
+    """
+
+    def __init__(self, settings: Fp8Settings, tp: Axis) -> None:
+        self.gradient_dtype = settings.gradient_dtype
+        self.weights = settings.weights
+        self.multiply = emulated_gemm if settings.emulates else scaled_gemm
         self.tp = tp
-        self.weights = weights or Fp8Weights()
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Compute ``x weight^T + bias``: ``[s, b, in]`` and ``[out, in]`` -> ``[s, b, out]``."""
         rows, weight = x.detach().flatten(0, -2), weight.detach()
         largest_x, largest_weight = self.scales(rows, weight)
-        weight_in_fp8 = self.weights.copy_of(weight, largest_weight, is_transposed=False)
+        weight_in_fp8 = self.weights.keep(weight, False, lambda: in_fp8(weight, E4M3, largest_weight))
         own_bias = None if bias is None else bias.detach()
-        y = scaled_gemm(in_fp8(rows, E4M3, largest_x), weight_in_fp8, own_bias, x.dtype, is_fast=True)
+        y = self.multiply(in_fp8(rows, E4M3, largest_x), weight_in_fp8, own_bias, x.dtype, is_fast=True)
         return _with_rows_of(x, y)
 
     def scales(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -183,13 +214,8 @@ class Fp8Gemm:
         assert scales is not None
         largest_grad, largest_weight = scales
         grad_in_fp8 = in_fp8(grad.flatten(0, -2), self.gradient_dtype, largest_grad)
-        weight_in_fp8 = self.weights.copy_of(weight, largest_weight, is_transposed=True)
-        return _with_rows_of(grad, scaled_gemm(grad_in_fp8, weight_in_fp8, None, grad.dtype, is_fast=False))
-
-    def differentiable(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute `forward` on one rank, differentiable by autograd and torch.compile."""
-        y: Tensor = _Traced.apply(x, weight.flatten(0, -2), None if bias is None else bias.flatten(), self)
-        return y
+        weight_in_fp8 = self.weights.keep(weight, True, lambda: in_fp8(weight.t(), E4M3, largest_weight))
+        return _with_rows_of(grad, self.multiply(grad_in_fp8, weight_in_fp8, None, grad.dtype, is_fast=False))
 
     def _largest(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         return all_reduce(torch.stack([amax(x) for x in tensors]), self.tp, dist.ReduceOp.MAX).unbind()
@@ -201,38 +227,25 @@ def _with_rows_of(x: Tensor, y: Tensor) -> Tensor:
     return unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
 
 
-class _Traced(torch.autograd.Function):
-    """Linear layer without communication, main_grad or weight-gradient store."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gemm: Fp8Gemm) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.gemm, ctx.has_bias = gemm, bias is not None
-        return gemm.forward(x, weight, bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        rows = grad.flatten(0, -2)
-        return (
-            ctx.gemm.input_gradient(grad, weight, ctx.gemm.scales(grad, weight)),
-            rows.t() @ x.flatten(0, -2),
-            rows.sum(0) if ctx.has_bias else None,
-            None,
-        )
-
-
-def check_device(device: torch.device, fp8_format: str) -> None:
-    """Check that a device has GEMMs in 8 bits.
+def check_device(device: torch.device, training: TrainingConfig) -> None:
+    """Check that a device has the GEMMs in 8 bits that a config needs.
 
     Raises:
         UserError: the device has none.
     """
+    if training.fp8_format is None or training.emulate:
+        return
+    flag = f"--fp8-format {training.fp8_format}"
+    if training.fp8_recipe != "tensorwise":
+        raise UserError(
+            f"{flag} with --fp8-recipe {training.fp8_recipe}: megalite has no GPU kernels for it yet; "
+            "pass --emulate to compute its numbers with GEMMs in the dtype of the model, or --fp8-recipe "
+            "tensorwise"
+        )
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= _MIN_CAPABILITY:
         return
     what = torch.cuda.get_device_name(device) if device.type == "cuda" else f"this run is on {device.type}"
     raise UserError(
-        f"--fp8-format {fp8_format}: GEMMs in 8 bits need a GPU of compute capability 8.9 or later (Ada, "
-        f"Hopper, Blackwell), and {what}: remove the flag"
+        f"{flag}: GEMMs in 8 bits need a GPU of compute capability 8.9 or later (Ada, Hopper, Blackwell), "
+        f"and {what}: remove the flag, or pass --emulate to compute what such a GPU would, slowly"
     )

@@ -47,23 +47,8 @@ from megalite.distributed.collectives import (
     start_reduce_scatter,
 )
 from megalite.distributed.topology import Topology
+from megalite.tensor_parallel.gemm import Gemm
 from megalite.utils import torch_private
-
-
-class Gemm(Protocol):
-    """Interface of the GEMMs of a rank's slice, in 16 or more bits (`WideGemm`) or in 8 (`Fp8Gemm`)."""
-
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute ``x weight^T + bias``: ``[s, b, in]`` and ``[out, in]`` -> ``[s, b, out]``."""
-
-    def scales(self, grad: Tensor, weight: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Compute the scales of `input_gradient`'s operands over tp; None if it needs none."""
-
-    def input_gradient(self, grad: Tensor, weight: Tensor, scales: tuple[Tensor, Tensor] | None) -> Tensor:
-        """Compute ``grad weight``: ``[s, b, out]`` and ``[out, in]`` -> ``[s, b, in]``."""
-
-    def differentiable(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute `forward` on one rank, differentiable by autograd and torch.compile."""
 
 
 class PendingSum(Protocol):
@@ -148,7 +133,8 @@ class ChunkedCollectives(SeparateCollectives):
     of tp GEMMs that reads or writes these rows where they are.
 
     Args:
-        gemm: `WideGemm`. FP8 operands cannot be split, since they have one scale over all tokens.
+        gemm: GEMMs in the dtype of the tensors. Factors in 8 bits are not split, since their scale may be one
+            of all tokens.
         num_chunks: number of parts; fewer if there are fewer positions.
     """
 

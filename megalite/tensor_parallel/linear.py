@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -36,36 +35,14 @@ from megalite.kernels import (
     has_linear_gelu,
     linear_gelu,
 )
-from megalite.tensor_parallel.fp8 import Fp8Gemm
-from megalite.tensor_parallel.gemm_collectives import COLLECTIVES, Gemm, PendingSum, SeparateCollectives
+from megalite.tensor_parallel.block_scaling import BlockGemm
+from megalite.tensor_parallel.fp8 import TensorwiseGemm
+from megalite.tensor_parallel.gemm import WIDE, Gemm
+from megalite.tensor_parallel.gemm_collectives import COLLECTIVES, PendingSum, SeparateCollectives
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_parameter
 from megalite.tensor_parallel.placement import Cut
 from megalite.tensor_parallel.weight_gradient_store import WeightGradientStore, main_grad_of
-from megalite.utils import torch_private
 from megalite.utils.wrapping import communication_point
-
-
-class WideGemm:
-    """GEMMs in the tensors' own dtype."""
-
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute ``x weight^T + bias``."""
-        # torch selects the kernel by whether the weight requires grad, and the kernels round differently.
-        # A detached weight gives the same bits with and without gradients.
-        # In 2D, since torch multiplies row by row if a permuted dim of size 1 has another stride.
-        y = F.linear(x.contiguous().flatten(0, -2), weight.detach(), bias)
-        return torch_private.unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
-
-    def scales(self, grad: Tensor, weight: Tensor) -> None:
-        """Return None: operands are not scaled."""
-
-    def input_gradient(self, grad: Tensor, weight: Tensor, scales: tuple[Tensor, Tensor] | None) -> Tensor:
-        """Compute ``grad weight``."""
-        return (grad.flatten(0, -2) @ weight).view(*grad.shape[:-1], -1)
-
-    def differentiable(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute ``x weight^T + bias``."""
-        return F.linear(x, weight.flatten(0, -2), None if bias is None else bias.flatten())
 
 
 @dataclass(frozen=True)
@@ -93,19 +70,27 @@ class LinearContext:
     def of(context: LayerContext) -> LinearContext:
         """Return the part of a model's context that its linear layers need."""
         tp, store, overlap = context.tp, context.weight_gradient_store, context.overlap
-        gemm: Gemm = WideGemm()
-        if context.fp8_format is not None:
-            gemm = Fp8Gemm(context.fp8_format, tp, context.fp8_weights)
+        gemm = gemm_of(context)
         separate = SeparateCollectives(gemm, tp, context.sequence_parallel)
         kind = COLLECTIVES[overlap.method]
         collectives = kind(gemm, tp, context.sequence_parallel, overlap.num_chunks)
         hidden = separate if store is None else collectives
-        return LinearContext(tp, gemm, collectives, hidden, store, context.fuses_weight_gradients)
+        # A bias' gradient is not the sum of rounded numbers.
+        fuses_bias = not isinstance(gemm, BlockGemm)
+        return LinearContext(tp, gemm, collectives, hidden, store, context.fuses_weight_gradients, fuses_bias)
 
     @property
     def needs_only_autograd(self) -> bool:
         """Return whether autograd suffices: no collective, no main_grad, no weight-gradient store."""
         return self.tp.size == 1 and self.store is None and not self.fuses_weight_gradient
+
+
+def gemm_of(context: LayerContext) -> Gemm:
+    """Return the GEMMs of a model's linear layers."""
+    settings = context.fp8
+    if settings is None:
+        return WIDE
+    return TensorwiseGemm(settings, context.tp) if settings.recipe == "tensorwise" else BlockGemm(settings)
 
 
 def column_linear(
@@ -343,7 +328,7 @@ def _traced(x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, context:
         return context.gemm.differentiable(x, weight, bias)
     # The weight has no other gradient. Its hooks still run, because it is an input of the graph.
     y = context.gemm.differentiable(x, weight.detach(), bias)
-    result: Tensor = _AddWeightGradient.apply(y, x, main_grad.fixed_buffer)
+    result: Tensor = _AddWeightGradient.apply(y, x, main_grad.fixed_buffer, context.gemm)
     return result
 
 
@@ -351,16 +336,17 @@ class _AddWeightGradient(torch.autograd.Function):
     """Output `y` of a linear layer; backward adds the weight's gradient to `total`, in its shape."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, x: Tensor, total: Tensor) -> Tensor:
+    def forward(ctx: Any, y: Tensor, x: Tensor, total: Tensor, gemm: Gemm) -> Tensor:
         ctx.save_for_backward(x)
+        ctx.gemm = gemm
         ctx.total = total  # not saved: another microbatch's backward may change it before this one's
         return y.view_as(y)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        add_weight_gradient_(ctx.total, grad.flatten(0, -2), x.flatten(0, -2))
-        return grad, None, None
+        add_weight_gradient_(ctx.total, *ctx.gemm.weight_gradient_factors(grad, x))
+        return grad, None, None, None
 
 
 def _gradients(
@@ -370,16 +356,16 @@ def _gradients(
 
     The first is None if it was added to `weight.main_grad`.
     """
-    grad, x = grad.flatten(0, -2), x.flatten(0, -2)
+    left, right = context.gemm.weight_gradient_factors(grad, x)
     main_grad = main_grad_of(weight) if context.fuses_weight_gradient else None
     if main_grad is None:
-        return grad.t() @ x, _bias_gradient(grad) if needs_bias else None
+        return left.t() @ right, _bias_gradient(grad) if needs_bias else None
     total, is_stale = main_grad.claim()
     bias_grad = None
     if needs_bias and context.fuses_bias_gradient:
-        bias_grad = add_weight_and_bias_gradient_(total, grad, x, overwrite=is_stale)
+        bias_grad = add_weight_and_bias_gradient_(total, left, right, overwrite=is_stale)
     else:
-        add_weight_gradient_(total, grad, x, overwrite=is_stale)
+        add_weight_gradient_(total, left, right, overwrite=is_stale)
         if needs_bias:
             bias_grad = _bias_gradient(grad)
     if context.store is not None:
@@ -450,7 +436,7 @@ class ColumnParallelLinear(nn.Module):
         )  # [..., out/tp]
         self.skip_bias_add = skip_bias_add
         is_whole = not self.context.collectives.splits_column_gemm
-        self.fuses_gelu = fuses_gelu and isinstance(self.context.gemm, WideGemm) and is_whole
+        self.fuses_gelu = fuses_gelu and self.context.gemm is WIDE and is_whole
 
     @communication_point
     def forward(self, x: Tensor) -> Tensor | Activated:

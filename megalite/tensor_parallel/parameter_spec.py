@@ -24,7 +24,7 @@ from megalite.distributed.axis import Axis, AxisSet
 from megalite.distributed.held_positions import cut_ranges, range_positions
 from megalite.distributed.overlap_slots import OverlapSlots
 from megalite.distributed.topology import Topology
-from megalite.tensor_parallel.fp8 import Fp8Weights
+from megalite.tensor_parallel.fp8 import Fp8Settings
 from megalite.tensor_parallel.gemm_collectives import SEPARATE, Overlap
 from megalite.tensor_parallel.placement import Box, Cut, ParameterAxes
 from megalite.tensor_parallel.weight_gradient_store import WeightGradientStore
@@ -173,8 +173,7 @@ class LayerContext:
         fuses_weight_gradients: linear layers add their weight gradients to `weight.main_grad`.
         has_weights: False to make parameters on device meta, for a caller that only reads their shapes.
         has_memory: False to make parameters without memory, for ZeRO stage 3, which gathers them.
-        fp8_format: FP8 format of the linear layers' GEMMs; None for GEMMs in `dtype`.
-        fp8_weights: holds the linear layers' weights in 8 bits during an iteration; None to hold none.
+        fp8: settings of the linear layers' GEMMs in 8 bits; None for GEMMs in `dtype`.
         overlap: how the linear layers' collectives overlap with their GEMMs.
         cp_comm_type: how queries reach the keys of other context-parallel ranks, in all layers or in each;
             `for_layer` chooses for a layer.
@@ -192,8 +191,7 @@ class LayerContext:
     fuses_weight_gradients: bool = False
     has_weights: bool = True
     has_memory: bool = True
-    fp8_format: str | None = None
-    fp8_weights: Fp8Weights | None = None
+    fp8: Fp8Settings | None = None
     overlap: Overlap = SEPARATE
     cp_comm_type: CpCommTypes = "all_gather"
     moe_imbalance: float = 1.0
@@ -202,9 +200,9 @@ class LayerContext:
 
     def for_layer(self, layer: int) -> LayerContext:
         """Return the context of a layer, by its number in the whole model."""
-        if isinstance(self.cp_comm_type, str):
-            return self
-        return replace(self, cp_comm_type=comm_type_of_layer(self.cp_comm_type, layer))
+        is_wide = self.fp8 is None or layer in self.fp8.wide_layers
+        comm_type = comm_type_of_layer(self.cp_comm_type, layer)
+        return replace(self, cp_comm_type=comm_type, fp8=None if is_wide else self.fp8)
 
     @property
     def tp(self) -> Axis:

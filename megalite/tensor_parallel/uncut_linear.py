@@ -9,8 +9,9 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
+from megalite.tensor_parallel.gemm import WIDE
 from megalite.tensor_parallel.gemm_collectives import SeparateCollectives
-from megalite.tensor_parallel.linear import LinearContext, WideGemm, column_linear
+from megalite.tensor_parallel.linear import LinearContext, column_linear
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_parameter
 
 
@@ -50,7 +51,7 @@ class UncutLinear(nn.Module):
 def _on_one_rank(context: LayerContext) -> LinearContext:
     """Return the context of a layer that each tensor-parallel rank computes without the others."""
     own = context.tp.ranks[context.tp.rank]
-    tp, gemm = replace(context.tp, size=1, rank=0, ranks=(own,)), WideGemm()
+    tp, gemm = replace(context.tp, size=1, rank=0, ranks=(own,)), WIDE
     alone = SeparateCollectives(gemm, tp, False)
     store, fuses = context.weight_gradient_store, context.fuses_weight_gradients
     return LinearContext(tp, gemm, alone, alone, store, fuses)

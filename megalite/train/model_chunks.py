@@ -29,7 +29,7 @@ from megalite.optim.optimizer import Optimizer
 from megalite.optim.post_step_hooks import ExpertBalance, MeasuredHeads, PostStepHook, QKClip
 from megalite.optim.weight_gathering import ChunkModules
 from megalite.pipeline.schedules import SCHEDULES
-from megalite.tensor_parallel.fp8 import Fp8Weights, check_device
+from megalite.tensor_parallel.fp8 import Fp8Settings, Fp8Weights, check_device
 from megalite.tensor_parallel.gemm_collectives import choose_overlap
 from megalite.tensor_parallel.parameter_spec import (
     LayerContext,
@@ -98,7 +98,7 @@ def build_chunks(
     training, has_device = config.training, topology.device.type != "meta"
     if training.fp8_format is not None and has_device:
         with topology.agreed():
-            check_device(topology.device, training.fp8_format)
+            check_device(topology.device, training)
     resources = resources or ChunkResources()
     context = _layer_context(config, topology, resources)
     stages = stage_map(config)
@@ -142,8 +142,7 @@ def _layer_context(config: Config, topology: Topology, resources: ChunkResources
         weight_gradient_store=resources.store,
         fuses_weight_gradients=resources.fuses_weight_gradients,
         has_memory=config.parallel.zero_stage_among(topology.replicas.shard.size) < 3,
-        fp8_format=config.training.fp8_format,
-        fp8_weights=resources.fp8_weights,
+        fp8=_fp8_settings(config, resources),
         overlap=choose_overlap(
             config.parallel,
             topology,
@@ -155,6 +154,20 @@ def _layer_context(config: Config, topology: Topology, resources: ChunkResources
         moe_imbalance=config.parallel.planned_imbalance,
         moe_token_dispatcher_type=config.parallel.moe_token_dispatcher_type,
         overlap_slots=resources.overlap_slots,
+    )
+
+
+def _fp8_settings(config: Config, resources: ChunkResources) -> Fp8Settings | None:
+    training, num_layers = config.training, config.model.num_layers
+    if training.fp8_format is None:
+        return None
+    return Fp8Settings(
+        training.fp8_format,
+        training.fp8_recipe,
+        frozenset(i for i in range(num_layers) if not training.is_layer_in_fp8(i, num_layers)),
+        training.fp8_wgrad,
+        resources.fp8_weights or Fp8Weights(),
+        training.emulate,
     )
 
 

@@ -133,7 +133,7 @@ def announce(trainer: Trainer) -> None:
     if config.model.has_experts and config.model.moe_router_force_load_balancing:
         log.info("tokens go to random experts (--moe-router-force-load-balancing): routing is not learned")
     if config.training.fp8_format is not None:
-        log.info("linear layers: FP8 GEMMs (%s)", config.training.fp8_format)
+        log.info("linear layers: FP8 GEMMs (%s)", config.training.fp8_description)
     if offloaded := config.recompute.cpu_offload_activations:
         log.info("activations of %d layers of each stage are in host memory until backward", offloaded)
     if config.training.compile:

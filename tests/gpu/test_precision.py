@@ -9,11 +9,21 @@ import torch
 from torch import Tensor
 
 from megalite.batch.microbatch import Microbatch
-from megalite.config import ModelConfig, ParallelConfig
+from megalite.config import ModelConfig, ParallelConfig, TrainingConfig
 from megalite.distributed.rendezvous import Launch
 from megalite.distributed.topology import Topology
 from megalite.model.compiled import check_compiler, compile_layers
-from megalite.tensor_parallel.fp8 import E4M3, E5M2, GRADIENT_DTYPES, Fp8, Fp8Gemm, amax, check_device, in_fp8
+from megalite.tensor_parallel.fp8 import (
+    E4M3,
+    E5M2,
+    GRADIENT_DTYPES,
+    Fp8,
+    Fp8Settings,
+    TensorwiseGemm,
+    amax,
+    check_device,
+    in_fp8,
+)
 from megalite.tensor_parallel.weight_gradient_store import MainGrad
 from megalite.utils.errors import UserError
 from tests.stages import build_stage
@@ -54,7 +64,7 @@ def _meant(x: Fp8) -> Tensor:
 
 def _skip_without_fp8(topology: Topology) -> None:
     try:
-        check_device(topology.device, "hybrid")
+        check_device(topology.device, TrainingConfig(fp8_format="hybrid"))
     except UserError as error:
         pytest.skip(str(error))
 
@@ -63,7 +73,7 @@ def _skip_without_fp8(topology: Topology) -> None:
 def test_products_are_those_of_what_8_bits_mean(fp8_format: str, one_gpu: Topology) -> None:
     """Of 15 rows: of those no multiple of 16 is asked."""
     _skip_without_fp8(one_gpu)
-    gemm, device = Fp8Gemm(fp8_format, one_gpu.tp), one_gpu.device
+    gemm, device = TensorwiseGemm(Fp8Settings(fp8_format), one_gpu.tp), one_gpu.device
     x, grad, weight = (
         torch.randn(*shape, device=device).bfloat16() for shape in ((5, 3, 64), (5, 3, 48), (48, 64))
     )
@@ -108,9 +118,8 @@ def test_compiled_layers_give_the_same(
     numbers = torch.arange(2, device=one_gpu.device)
     losses, norms = [], []
     for compiled in (False, True):
-        stage = build_stage(
-            model, one_gpu, range(2), seed=1, fp8_format=fp8_format, fuses_weight_gradients=True
-        )
+        fp8 = None if fp8_format is None else Fp8Settings(fp8_format)
+        stage = build_stage(model, one_gpu, range(2), seed=1, fp8=fp8, fuses_weight_gradients=True)
         buffers = [torch.zeros_like(p, dtype=torch.float32) for p in stage.layers.parameters() if p.dim() > 1]
         matrices = (p for p in stage.layers.parameters() if p.dim() > 1)
         for parameter, buffer in zip(matrices, buffers, strict=True):

@@ -181,6 +181,11 @@ class AttentionSpec:
         values = () if self.keys_as_values else keys
         return queries, *gates, *keys, *values
 
+    @property
+    def projected_features(self) -> tuple[int, ...]:
+        """Return the features that each projection to heads computes."""
+        return (self.num_groups * sum(self.group_heads) * self.head_dim,)
+
     def num_weights(self, hidden_size: int) -> int:
         """Return the number of elements of the matrices."""
         heads = self.num_groups * sum(self.group_heads) + self.num_heads
@@ -200,6 +205,11 @@ class LatentSpec(AttentionSpec):
     query_width: int | None = None
     latent_width: int = 0
     key_dim: int = 0
+
+    @property
+    def projected_features(self) -> tuple[int, ...]:
+        """Return the features that each projection to heads computes."""
+        return self.num_heads * self.head_dim, self.num_heads * (self.key_dim + self.value_dim)
 
     def num_weights(self, hidden_size: int) -> int:
         """Return the number of elements of the matrices."""

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from megalite.config.config import Config
 from megalite.config.data import DOCUMENT_OPTIONS
 from megalite.config.fields import config_fields, value_of, without_effect
+from megalite.config.fp8 import FP8_BLOCK_SIZES
 from megalite.config.model.feed_forward import GATED_ACTIVATIONS
 from megalite.config.option import ABOVE_ONE, Range, Setting, flag_of, flag_with_value, other_than
 from megalite.utils.errors import Problem
@@ -56,6 +57,7 @@ _FULL_ATTENTION = (
     "full_attention_query_groups",
     Setting("keys_as_values", ("full_attention",)),
 )
+_TENSORWISE = Setting("fp8_recipe", ("tensorwise",))
 _OWN_BACKENDS = ("auto", "triton", "unfused", "local")  # with counter-based dropout, capped scores and sinks
 _OFFLOADS = ("optimizer_cpu_offload", "optimizer_nvme_offload")
 _PACKS = Setting("document_packing", ("best_fit",))
@@ -192,7 +194,9 @@ CONFLICTS = (
     *_exclude("clip_qkv", _LATENTS, ", whose keys and values are latents; remove it"),
     *_exclude("qk_clip", _LATENTS, ", whose keys have a part that all heads share; remove it"),
     *_exclude("mup_base_width", _LATENTS, ": muP has no rule for latents; remove it"),
-    *_exclude("fp8_format", _LATENTS, ": latents have no 8-bit GEMMs; remove it"),
+    *_exclude(
+        _TENSORWISE, _LATENTS, ": latents have no scale for a tensor; pass --fp8-recipe blockwise or mxfp8"
+    ),
     # Recurrent layers
     *_exclude("compile", (_DELTA_NET, _MAMBA), ": recurrences are not compiled; remove --compile"),
     *_exclude("fp8_format", (_DELTA_NET, _MAMBA), ": its decays need more than 8 bits; remove it"),
@@ -208,7 +212,11 @@ CONFLICTS = (
         ", whose layers have one block with a norm before it: remove it",
     ),
     # Experts
-    *_exclude("fp8_format", _EXPERTS, ": experts have no 8-bit GEMMs; remove it"),
+    *_exclude(
+        _TENSORWISE,
+        _EXPERTS,
+        ": the rows of an expert have no scale of their own; pass --fp8-recipe blockwise or mxfp8",
+    ),
     *_exclude("mup_base_width", _EXPERTS, ": muP has no rule for the router; remove it"),
     *_exclude(
         Setting("mlp_chunks", ABOVE_ONE),
@@ -316,10 +324,11 @@ CONFLICTS = (
         " is not supported: remove one",
     ),
     # Precision
+    *_exclude("compile", "emulate", ", whose operators are not compiled: remove --compile"),
     *_exclude(
-        "fp8_format",
-        Setting("params_dtype", other_than("bf16")),
-        ": everything but the 8-bit GEMMs is in bf16; pass --bf16",
+        Setting("fp8_recipe", tuple(FP8_BLOCK_SIZES)),
+        "dynamic_context_parallel",
+        ", which cuts a sample within blocks of its tokens: remove it, or pass --fp8-recipe tensorwise",
     ),
     *_exclude(
         "grad_communication_dtype",

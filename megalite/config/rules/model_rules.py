@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from megalite.config.config import Config
 from megalite.config.data import WORD_PIECE_TOKENIZERS
-from megalite.config.model.attention import AttentionSpec
-from megalite.config.model.model_config import ModelConfig
+from megalite.config.fp8 import FP8_BLOCK_SIZES
+from megalite.config.model.attention import LatentSpec
 from megalite.config.model.transformer import NUM_BERT_SPECIAL
 from megalite.config.option import flag_of, flag_with_value
 from megalite.config.rules.attention_rules import groups_name, head_name
@@ -60,35 +60,60 @@ def bert(config: Config, world_size: int | None) -> Iterator[Problem]:
 
 
 def fp8(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that 8-bit GEMMs have dimensions that are multiples of 16, in a bf16 model."""
-    model, tp, fp8_format = config.model, config.parallel.tp, config.training.fp8_format
-    if fp8_format is None:
+    """Check that 8-bit GEMMs are in a bf16 model, have the sizes of a GPU, and that no cut is in a block."""
+    model, training, parallel = config.model, config.training, config.parallel
+    if training.fp8_format is None:
         return
-    dimensions = [
-        (("hidden_size",), f"--hidden-size {model.hidden_size}", model.hidden_size, 1),
-        *(((name,), f"{flag_of(name)} {width}", width, tp) for name, width in model.mlp_widths.items()),
-        *(each for spec in model.head_specs for each in _head_features(model, spec, tp)),
-    ]
-    for fields, what, size, ranks in dimensions:
-        if size % (16 * ranks):
-            over = f" over --tp {ranks}" if ranks > 1 else ""
+    if model.params_dtype != "bf16" and not training.emulate:
+        yield Problem(
+            ("fp8_format", "params_dtype"),
+            f"--fp8-format {training.fp8_format} with --params-dtype {model.params_dtype}: everything but "
+            "the 8-bit GEMMs is in bf16; pass --bf16, or --emulate",
+        )
+    if not any(training.is_layer_in_fp8(number, model.num_layers) for number in range(model.num_layers)):
+        yield Problem(
+            ("first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
+            f"--first-last-layers-bf16 leaves none of --num-layers {model.num_layers} in 8 bits: pass smaller"
+            " --num-layers-at-start-in-bf16 and --num-layers-at-end-in-bf16",
+        )
+    unit, setting, sizes = 16, f"--fp8-format {training.fp8_format}", list(_gemm_sizes(config))
+    block = FP8_BLOCK_SIZES.get(training.fp8_recipe)
+    if block is not None:
+        unit, setting = block, f"--fp8-recipe {training.fp8_recipe}, whose blocks have {block} elements,"
+        length = f"--seq-length {model.seq_length}"
+        sizes.append((("seq_length",), length, model.seq_length, "cp", parallel.mesh.num_token_ranges))
+    for fields, what, size, axis, parts in sizes:
+        is_any_size_taken = training.emulate and (block is None or parts == 1)
+        if size % (unit * parts) and not is_any_size_taken:
+            over = f" over --{axis} {getattr(parallel, axis)}" if parts > 1 else ""
             yield Problem(
-                ("fp8_format", "tensor_model_parallel_size", *fields),
-                f"--fp8-format {fp8_format} with {what}{over}: each rank's share must be a multiple of 16",
+                ("fp8_format", *fields),
+                f"{setting} with {what}{over}: each rank's share must be a multiple of {unit}",
             )
 
 
-def _head_features(
-    model: ModelConfig, spec: AttentionSpec, tp: int
-) -> Iterator[tuple[tuple[str, ...], str, int, int]]:
-    """Yield the dimensions of the GEMMs of attention: fields, description, size, and ranks that divide it."""
-    head, heads = head_name(model, spec), spec.num_heads * spec.head_dim
-    qkv = spec.num_groups * sum(spec.group_heads) * spec.head_dim
-    names = ("num_attention_heads", groups_name(model, spec), head)
-    flags = ", ".join(map(flag_of, names))
-    yield names, f"the {qkv} features of queries, keys and values ({flags})", qkv, tp
-    flags = f"--num-attention-heads, {flag_of(head)}"
-    yield ("num_attention_heads", head), f"the {heads} features of all heads ({flags})", heads, tp
+def _gemm_sizes(config: Config) -> Iterator[tuple[tuple[str, ...], str, int, str, int]]:
+    """Yield the features of linear layers: fields, description, size, and the axis that cuts it in parts."""
+    model, tp, etp = config.model, config.parallel.tp, config.parallel.etp
+    widths = [("hidden_size", model.hidden_size, "tp", 1)]
+    widths += [(name, width, "tp", tp) for name, width in model.mlp_widths.items()]
+    if model.has_experts:
+        shared = model.experts.shared_width or 0
+        widths.append(("moe_shared_expert_intermediate_size", shared, "tp", tp))
+        widths.append(("moe_ffn_hidden_size", model.experts.width, "etp", etp))
+    for name, width, axis, parts in widths:
+        yield (name, "tensor_model_parallel_size"), f"{flag_of(name)} {width}", width, axis, parts
+    for spec in model.head_specs:
+        heads, head = "num_attention_heads", head_name(model, spec)
+        inputs: tuple[str, ...] = heads, groups_name(model, spec), head
+        outputs = heads, head
+        if isinstance(spec, LatentSpec):
+            inputs = heads, "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"
+            outputs = heads, "v_head_dim"
+        features = [(inputs, "queries, keys and values", size) for size in spec.projected_features]
+        for fields, what, size in (*features, (outputs, "all heads", spec.num_heads * spec.value_dim)):
+            text = f"the {size} features of {what} ({', '.join(map(flag_of, fields))})"
+            yield (*fields, "tensor_model_parallel_size"), text, size, "tp", tp
 
 
 def expert_groups(config: Config, world_size: int | None) -> Iterator[Problem]:

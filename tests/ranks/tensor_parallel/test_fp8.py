@@ -20,7 +20,7 @@ from megalite.config import (
 )
 from megalite.distributed.topology import Topology
 from megalite.tensor_parallel import fp8
-from megalite.tensor_parallel.fp8 import in_fp8
+from megalite.tensor_parallel.fp8 import Fp8Settings, in_fp8
 from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megalite.tensor_parallel.parameter_spec import LayerContext, gather_full, spec_of
 from megalite.tensor_parallel.weight_gradient_store import WeightGradientStore, run_stored
@@ -54,7 +54,7 @@ def _layer(topology: Topology, kind: str, sequence_parallel: bool, stored: bool)
         torch.bfloat16,
         sequence_parallel=sequence_parallel,
         weight_gradient_store=store if stored else None,
-        fp8_format="hybrid",
+        fp8=Fp8Settings("hybrid"),
     )
     layer = KINDS[kind](WIDTH, (OUT,) if kind == "column" else OUT, context, bias=False, std=1.0)  # type: ignore[arg-type]
     spec = spec_of(layer.weight)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from megalite.batch.microbatch import Microbatch
-from megalite.config import ModelConfig
+from megalite.config import ModelConfig, TrainingConfig
 from megalite.distributed.topology import Topology
 from megalite.kernels.library import at_run_time, compile_problem
 from megalite.model.compiled import compile_layers
@@ -24,8 +24,9 @@ from megalite.tensor_parallel.fp8 import (
     E4M3,
     E5M2,
     Fp8,
-    Fp8Gemm,
+    Fp8Settings,
     Fp8Weights,
+    TensorwiseGemm,
     amax,
     check_device,
     in_fp8,
@@ -68,7 +69,7 @@ def _context(topology: Topology, **options: object) -> LayerContext:
     return LayerContext(topology, BF16, **options)  # type: ignore[arg-type]
 
 
-def _input_gradient(gemm: Fp8Gemm, grad: Tensor, weight: Tensor) -> Tensor:
+def _input_gradient(gemm: TensorwiseGemm, grad: Tensor, weight: Tensor) -> Tensor:
     return gemm.input_gradient(grad, weight, gemm.scales(grad, weight))
 
 
@@ -106,7 +107,7 @@ def test_one_compiled_pass_gives_the_same_bits(dtype: torch.dtype, is_transposed
 @pytest.mark.parametrize("fp8_format", FORMATS)
 def test_products_are_those_of_what_8_bits_mean(fp8_format: str, fused: bool, one_rank: Topology) -> None:
     """In the forward and backward for torch.compile, and in those of the linear layer."""
-    context = LinearContext.of(_context(one_rank, fuses_weight_gradients=fused, fp8_format=fp8_format))
+    context = LinearContext.of(_context(one_rank, fuses_weight_gradients=fused, fp8=Fp8Settings(fp8_format)))
     x = _normal(5, 3, 64, seed=1).requires_grad_()
     weight = nn.Parameter(_normal(2, 24, 64, seed=2))  # two dims of output features
     bias = nn.Parameter(_normal(2, 24, seed=3))
@@ -129,7 +130,7 @@ def test_products_are_those_of_what_8_bits_mean(fp8_format: str, fused: bool, on
 
 
 def test_factors_that_are_not_contiguous(one_rank: Topology) -> None:
-    gemm = Fp8Gemm("hybrid", one_rank.tp)
+    gemm = TensorwiseGemm(Fp8Settings("hybrid"), one_rank.tp)
     x, weight = _normal(32, 6, 4, seed=1).permute(2, 1, 0), _normal(32, 48, seed=2).t()
     grad = _normal(48, 6, 4, seed=3).permute(2, 1, 0)
     assert torch.equal(gemm.forward(x, weight, None), gemm.forward(x.contiguous(), weight.contiguous(), None))
@@ -141,7 +142,7 @@ def test_factors_that_are_not_contiguous(one_rank: Topology) -> None:
 
 def test_zeros_stay_zeros(one_rank: Topology) -> None:
     zeros, weight = torch.zeros(4, 2, 32, dtype=BF16), _normal(16, 32, seed=0)
-    gemm = Fp8Gemm("hybrid", one_rank.tp)
+    gemm = TensorwiseGemm(Fp8Settings("hybrid"), one_rank.tp)
     assert not gemm.forward(zeros, weight, None).any()
     assert not gemm.forward(zeros, torch.zeros_like(weight), None).any()
     assert not _input_gradient(gemm, torch.zeros(4, 2, 16, dtype=BF16), weight).any()
@@ -151,7 +152,7 @@ def test_zeros_stay_zeros(one_rank: Topology) -> None:
 @pytest.mark.parametrize("fp8_format", FORMATS)
 def test_what_is_not_finite_is_not_hidden(bad: float, fp8_format: str, one_rank: Topology) -> None:
     """The run's guard must see it: a saturated infinity would train on."""
-    gemm = Fp8Gemm(fp8_format, one_rank.tp)
+    gemm = TensorwiseGemm(Fp8Settings(fp8_format), one_rank.tp)
     x, grad, weight = (_normal(*shape, seed=0) for shape in ((3, 2, 32), (3, 2, 16), (16, 32)))
     for tensor in (x, grad):
         tensor[1, 1, 5] = bad
@@ -176,7 +177,9 @@ def _curve(topology: Topology, fp8_format: str | None, num_steps: int = 16) -> l
 
     PyTorch's e4m3 GEMMs take up to 30 ns a multiplication on a CPU, so there are few tokens.
     """
-    stage = build_stage(MODEL, topology, range(2), seed=1, fp8_format=fp8_format)
+    stage = build_stage(
+        MODEL, topology, range(2), seed=1, fp8=None if fp8_format is None else Fp8Settings(fp8_format)
+    )
     optimizer = torch.optim.AdamW(stage.parameters(), lr=6e-3)
     losses = []
     for step in range(num_steps):
@@ -201,7 +204,7 @@ def test_the_curve_is_that_of_16_bits(fp8_format: str, one_rank: Topology) -> No
 
 
 def test_the_layers_linears_alone_are_in_8_bits(one_rank: Topology) -> None:
-    stage = build_stage(MODEL, one_rank, range(1), seed=1, fp8_format="hybrid")
+    stage = build_stage(MODEL, one_rank, range(1), seed=1, fp8=Fp8Settings("hybrid"))
     linears = [each for each in stage.modules() if isinstance(each, ColumnParallelLinear | RowParallelLinear)]
     assert len(linears) == 4
     for layer in linears:
@@ -222,7 +225,7 @@ def test_the_layers_linears_alone_are_in_8_bits(one_rank: Topology) -> None:
 def test_a_compiled_layer_multiplies_in_8_bits_too(one_rank: Topology) -> None:
     counters.clear()
     torch.compiler.reset()
-    stages = [build_stage(MODEL, one_rank, range(2), seed=1, fp8_format="hybrid") for _ in range(2)]
+    stages = [build_stage(MODEL, one_rank, range(2), seed=1, fp8=Fp8Settings("hybrid")) for _ in range(2)]
     compile_layers(stages[1], "aot_eager")
     ids = torch.arange(66).view(2, 33) % 64
     for stage in stages:
@@ -256,7 +259,7 @@ OUT, IN, ROWS = 48, 32, 16
 def _layer_of(
     topology: Topology, kind: str, weights: Fp8Weights | None
 ) -> ColumnParallelLinear | RowParallelLinear:
-    context = _context(topology, fp8_format="hybrid", fp8_weights=weights)
+    context = _context(topology, fp8=Fp8Settings("hybrid", weights=weights or Fp8Weights()))
     layer = (ColumnParallelLinear if kind == "column" else RowParallelLinear)(IN, OUT, context, bias=False)
     layer.weight.data.copy_(_normal(OUT, IN, seed=1))
     return layer
@@ -334,4 +337,4 @@ def test_weights_of_equal_shape_are_told_apart(one_rank: Topology) -> None:
 
 def test_a_device_without_8_bits_is_refused() -> None:
     with pytest.raises(UserError, match=r"compute capability 8.9 or later.*this run is on cpu"):
-        check_device(torch.device("cpu"), "hybrid")
+        check_device(torch.device("cpu"), TrainingConfig(fp8_format="hybrid"))

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend
 
 from megalite.config import ParallelConfig
 from megalite.distributed.topology import Topology
-from megalite.model.grouped_linear import GroupedGemm
+from megalite.model.grouped_linear import grouped_linear
 from megalite.observe.meta_tensors import fused_attention
 from megalite.observe.operator_log import _ATTENTION, OperatorLog
 from megalite.utils import torch_private
@@ -237,7 +237,7 @@ def test_grouped_gemms_are_recorded_as_a_batch() -> None:
     weight = torch.empty(4, 8, 16, dtype=torch.bfloat16, device="meta", requires_grad=True)
     ends = torch.empty(4, dtype=torch.int32, device="meta")
     with OperatorLog(Topology.on_paper({})) as log:
-        GroupedGemm.apply(x, weight, ends).sum().backward()
+        grouped_linear(x, weight, ends).sum().backward()
     gemms = [gemm[:5] for gemm in log.take().gemms]
     assert gemms == [(6, 8, 16, 4, 2), (6, 16, 8, 4, 2), (8, 16, 6, 4, 2)]
 

@@ -61,6 +61,36 @@ def test_sides_are_multiples_of_16(line: str, world_size: int, named: str) -> No
     assert any(named in problem for problem in message)
 
 
+@pytest.mark.parametrize(
+    ("line", "world_size", "named"),
+    [
+        ("--fp8-recipe mxfp8 --ffn-hidden-size 96 --tp 2", 2, "--ffn-hidden-size 96 over --tp 2: "),
+        ("--fp8-recipe blockwise --tp 2", 2, "each rank's share must be a multiple of 128"),
+        ("--fp8-recipe mxfp8 --seq-length 64 --cp 2", 2, "--seq-length 64 over --cp 2: "),
+        ("--fp8-recipe mxfp8 --num-experts 2 --moe-ffn-hidden-size 48 --tp 2", 2, "48 over --etp 2: "),
+        ("--fp8-recipe mxfp8 --compile", 1, "--compile with --emulate"),
+        ("--num-experts 2", 1, "pass --fp8-recipe blockwise or mxfp8"),
+        ("--multi-latent-attention --fp8-recipe tensorwise", 1, "pass --fp8-recipe blockwise or mxfp8"),
+        ("--first-last-layers-bf16 --num-layers-at-start-in-bf16 9", 1, "leaves none of --num-layers"),
+    ],
+)
+def test_what_a_recipe_requires(line: str, world_size: int, named: str) -> None:
+    problems = _problems(f"--params-dtype fp64 --fp8 --emulate --disable-bias-linear {line}", world_size)
+    assert any(named in problem for problem in problems), problems
+
+
+def test_emulation_takes_any_size_that_no_rank_cuts() -> None:
+    sizes = "--hidden-size 60 --num-attention-heads 4 --ffn-hidden-size 90 --seq-length 50"
+    for recipe in ("tensorwise", "blockwise", "mxfp8"):
+        assert not _problems(f"--params-dtype fp32 --fp8 --fp8-recipe {recipe} --emulate {sizes}")
+
+
+def test_first_and_last_layers_in_16_bits() -> None:
+    flags = "--fp8 --first-last-layers-bf16 --num-layers-at-end-in-bf16 2"
+    config, _ = parse(shlex.split(f"{BASE} --bf16 {flags}"))
+    assert [config.training.is_layer_in_fp8(number, 6) for number in range(6)] == [0, 1, 1, 1, 0, 0]
+
+
 def test_a_plan_of_it_is_refused_in_a_line() -> None:
     line = "--gpu h100 --preset gpt-1.3b --global-batch-size 8 --bf16"
     read_request(shlex.split(line))

@@ -1,0 +1,60 @@
+"""Options of linear layers whose GEMMs have factors in 8 bits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from megalite.config.option import NOT_NEGATIVE, OnResume, Setting, option
+
+Fp8Format = Literal["hybrid", "e4m3"]
+Fp8Recipe = Literal["tensorwise", "blockwise", "mxfp8"]
+FP8_BLOCK_SIZES = {"blockwise": 128, "mxfp8": 32}
+"""Elements that have one scale, along the dimension that a GEMM sums over, by fp8_recipe."""
+
+
+@dataclass(frozen=True)
+class Fp8Options:
+    """Which linear layers multiply numbers of 8 bits, and which numbers share a scale."""
+
+    section: ClassVar[str] = "fp8"
+
+    fp8_format: Fp8Format | None = option(
+        None, sets={"--fp8": "hybrid", "--fp8-hybrid": "hybrid", "--fp8-e4m3": "e4m3"}
+    )
+    """Use 8-bit GEMMs in the linear layers of a bf16 model. hybrid is e4m3 with gradients in e5m2."""
+    fp8_recipe: Fp8Recipe = option(
+        "tensorwise",
+        only_with="fp8_format",
+        missing={
+            "delayed": "pass tensorwise, whose scales are of the tensor itself",
+            "custom": "pass another",
+        },
+    )
+    """Numbers that share a scale: tensorwise, those of a tensor; blockwise, 128 and 128 x 128 of a weight, as
+    in DeepSeek-V3; mxfp8, 32 (docs/precision.md)."""
+    fp8_wgrad: bool = option(True, only_with=Setting("fp8_recipe", tuple(FP8_BLOCK_SIZES)))
+    """With blockwise and mxfp8: compute gradients of weights in 8 bits too, except those of experts."""
+    first_last_layers_bf16: bool = option(False, only_with="fp8_format")
+    """Compute the first and last layers in 16 bits."""
+    num_layers_at_start_in_bf16: int = option(1, allowed=NOT_NEGATIVE, only_with="first_last_layers_bf16")
+    """Number of first layers in 16 bits."""
+    num_layers_at_end_in_bf16: int = option(1, allowed=NOT_NEGATIVE, only_with="first_last_layers_bf16")
+    """Number of last layers in 16 bits."""
+    emulate: bool = option(False, on_resume=OnResume.LOGGED, only_with="fp8_format")
+    """Round numbers as for 8-bit GEMMs, but multiply them in the dtype of the model, on any device. Slower
+    than without fp8; with --params-dtype fp64 it verifies layouts."""
+    fp8_weight_cache: bool = option(True, on_resume=OnResume.FREE, only_with="fp8_format")
+    """Keep FP8 copies of weights for all microbatches of an iteration, 2 bytes per linear layer's weight."""
+
+    @property
+    def fp8_description(self) -> str:
+        """Return the format and the recipe for the log: `hybrid, mxfp8, emulated`."""
+        emulated = ", emulated" if self.emulate else ""
+        return f"{self.fp8_format}, {self.fp8_recipe}{emulated}"
+
+    def is_layer_in_fp8(self, number: int, num_layers: int) -> bool:
+        """Return whether a layer of a model with this many has 8-bit GEMMs, by its number."""
+        if self.fp8_format is None or not self.first_last_layers_bf16:
+            return self.fp8_format is not None
+        return self.num_layers_at_start_in_bf16 <= number < num_layers - self.num_layers_at_end_in_bf16

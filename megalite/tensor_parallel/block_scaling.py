@@ -1,0 +1,123 @@
+"""GEMMs of linear layers whose operands are rounded to 8 bits, with a scale for each block of elements.
+
+    recipe       blocks of activations and gradients    blocks of weights
+    blockwise    128 elements                           128 x 128 elements    DeepSeek-V3, section 3.3
+    mxfp8        32 elements                            32 elements           OCP Microscaling 1.0
+
+A block of one dimension lies along the features or tokens that a GEMM sums over, so an operand of two GEMMs
+is rounded twice. A scale is the smallest power of two with which no element is too large for the format, as
+in Transformer Engine.
+
+A rounded operand is kept in the dtype of the model, which represents each code times its scale exactly. A
+GEMM in that dtype is then the GEMM in 8 bits up to the order of its sums, on any device, but not faster.
+
+Blocks do not depend on the layout: a rule lets no cut of features or tokens pass through one, and the tokens
+of a block are of one sample. So every layout and every micro-batch size rounds to the same codes.
+
+Shapes: s sequence, b microbatch, in and out features of a layer.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from megalite.config.fp8 import FP8_BLOCK_SIZES
+from megalite.tensor_parallel.fp8 import E4M3, Fp8Settings
+from megalite.tensor_parallel.gemm import RoundedGemm
+
+
+class Blocks(NamedTuple):
+    """Sizes of the blocks of a recipe.
+
+    Attributes:
+        size: elements along the dimension that a GEMM sums over.
+        weight_rows: elements of a weight's block along its other dimension.
+    """
+
+    size: int
+    weight_rows: int
+
+
+BLOCKS = {
+    "blockwise": Blocks(FP8_BLOCK_SIZES["blockwise"], 128),
+    "mxfp8": Blocks(FP8_BLOCK_SIZES["mxfp8"], 1),
+}
+"""Blocks by the config's fp8_recipe."""
+_SMALLEST_EXPONENT = -127  # of a scale in 8 bits of exponent
+
+
+def round_in_blocks(x: Tensor, dtype: torch.dtype, rows: int, columns: int) -> Tensor:
+    """Round each block of ``[..., n, k]`` to 8 bits; return what the codes stand for, in the dtype of `x`.
+
+    The last blocks of a dim have fewer elements if the size of a block does not divide it. A block with an
+    infinity or NaN becomes NaN, as with the scale of Microscaling.
+
+    Args:
+        rows, columns: size of a block along the last two dims.
+    """
+    n, k = x.shape[-2:]
+    if n % rows or k % columns:
+        x = F.pad(x, (0, -k % columns, 0, -n % rows))
+    blocks = x.unflatten(-1, (-1, columns)).unflatten(-3, (-1, rows))  # [..., n/r, r, k/c, c]
+    largest = blocks.abs().amax(-1, keepdim=True).amax(-3, keepdim=True)
+    exponents, one = scale_exponents(largest, dtype), torch.ones_like(largest)
+    scale = torch.ldexp(one, exponents).where(largest.isfinite(), torch.nan)
+    codes = (blocks * torch.ldexp(one, -exponents)).to(dtype)
+    return (_decoded(codes, x.dtype) * scale).flatten(-2).flatten(-3, -2)[..., :n, :k]
+
+
+def _decoded(codes: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert 8-bit numbers to a wider dtype: with a table, since torch converts them one by one on a CPU."""
+    table = torch.arange(256, dtype=torch.uint8, device=codes.device).view(codes.dtype).to(dtype)
+    return table.index_select(0, codes.view(torch.uint8).flatten().int()).view(codes.shape)
+
+
+def scale_exponents(largest: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the exponents of the smallest powers of two that bring magnitudes into the range of a dtype."""
+    # largest / top = (mantissa / top's mantissa) 2^(exponent - top's exponent), without a rounded division
+    top_mantissa, top_exponent = torch.frexp(torch.tensor(torch.finfo(dtype).max))
+    mantissa, exponent = torch.frexp(largest.to(torch.promote_types(largest.dtype, torch.float32)))
+    return (exponent - int(top_exponent) + (mantissa > float(top_mantissa))).clamp_min(_SMALLEST_EXPONENT)
+
+
+class BlockGemm(RoundedGemm):
+    """GEMMs whose factors are rounded in blocks."""
+
+    def __init__(self, settings: Fp8Settings) -> None:
+        self.blocks = BLOCKS[settings.recipe]
+        self.gradient_dtype = settings.gradient_dtype
+        self.weights = settings.weights
+        self.rounds_weight_gradients = settings.rounds_weight_gradients
+
+    def rounded_input(self, x: Tensor) -> Tensor:
+        """Round blocks along the features of ``[..., in]``."""
+        return round_in_blocks(x.detach(), E4M3, 1, self.blocks.size)
+
+    def rounded_gradient(self, grad: Tensor) -> Tensor:
+        """Round blocks along the features of ``[..., out]``."""
+        return round_in_blocks(grad, self.gradient_dtype, 1, self.blocks.size)
+
+    def rounded_weight(self, weight: Tensor, *, sums_over_rows: bool) -> Tensor:
+        """Round blocks of ``[..., out, in]``."""
+        size, rows = self.blocks
+        transposes = sums_over_rows and size != rows  # square blocks are the same for both GEMMs
+
+        def compute() -> Tensor:
+            matrix = weight.detach().mT if transposes else weight.detach()
+            rounded = round_in_blocks(matrix, E4M3, rows, size)
+            return rounded.mT if transposes else rounded
+
+        return self.weights.keep(weight, transposes, compute)
+
+    def weight_gradient_factors(self, grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Round ``[s, b, out]`` and ``[s, b, in]`` in blocks of the tokens of each sample."""
+        if not self.rounds_weight_gradients:
+            return super().weight_gradient_factors(grad, x)
+        size = self.blocks.size
+        left = round_in_blocks(grad.flatten(1), self.gradient_dtype, size, 1).view(grad.shape)
+        right = round_in_blocks(x.flatten(1), E4M3, size, 1).view(x.shape)
+        return super().weight_gradient_factors(left, right)

@@ -1,0 +1,87 @@
+"""Runs whose GEMMs have a scale for each block of numbers round to the same codes in every layout.
+
+In fp64, one number that rounds to another code changes the loss by more than 1e-9.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import pytest
+
+from megalite.config import Config
+from megalite.config.fp8 import Fp8Recipe
+from megalite.config.presets import PRESETS
+from megalite.verify.compare_runs import TOLERANCES, compare
+from megalite.verify.record_run import RunRecord
+from tests.parity.models import NUM_ITERATIONS, config_of, run_alone, run_in
+
+EXPERTS = {
+    **{"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 64, "moe_layer_freq": (0, 1, 1, 1)},
+    **{"moe_shared_expert_intermediate_size": 64, "mtp_num_layers": 1},
+}
+LATENT = {
+    **{"multi_latent_attention": True, "q_lora_rank": 20, "kv_lora_rank": 12, "qk_head_dim": 32},
+    **{"qk_pos_emb_head_dim": 32, "v_head_dim": 32, "num_query_groups": None},
+}
+MODELS = {"llama": {}, "experts": EXPERTS, "latent": LATENT}
+
+
+def _config(model: str, recipe: Fp8Recipe, corpus: str) -> Config:
+    config = config_of("llama-tiny", "fp64", corpus)
+    sizes = {"hidden_size": 64, "kv_channels": 32, "ffn_hidden_size": 256, "seq_length": 128}
+    return replace(
+        config,
+        model=replace(PRESETS["llama-tiny"], **{**vars(config.model), **sizes, **MODELS[model]}),
+        training=replace(
+            config.training,
+            fp8_format="e4m3",  # the range of e5m2 is so large that a scale hardly matters
+            fp8_recipe=recipe,
+            emulate=True,
+            first_last_layers_bf16=model == "latent",
+            global_batch_size=4,
+        ),
+    )
+
+
+@functools.cache
+def _reference(model: str, recipe: Fp8Recipe, corpus: str) -> RunRecord:
+    return run_alone(_config(model, recipe, corpus), NUM_ITERATIONS)
+
+
+@pytest.mark.parametrize(
+    ("model", "recipe", "name"),
+    [
+        ("llama", "mxfp8", "tp2mbs1+sp"),
+        ("llama", "mxfp8", "cp2"),
+        ("experts", "mxfp8", "dp2ep2"),
+        ("latent", "mxfp8", "tp2"),
+        ("llama", "blockwise", "pp2zb"),
+        *(
+            pytest.param(*row, marks=pytest.mark.slow)
+            for row in (
+                ("llama", "mxfp8", "tp4+sp"),
+                ("llama", "mxfp8", "tp2pp2dp2+zero3+full"),
+                ("llama", "mxfp8", "cp2+p2p"),
+                ("llama", "blockwise", "dp2+zero3"),
+                ("experts", "mxfp8", "tp2+sp"),
+                ("experts", "blockwise", "dp2+zero2"),
+                ("latent", "mxfp8", "tp2pp2+sp"),
+                ("latent", "mxfp8", "cp2"),
+            )
+        ),
+    ],
+)
+def test_same_codes(model: str, recipe: Fp8Recipe, name: str, corpus: str) -> None:
+    run = run_in(name, _config(model, recipe, corpus), NUM_ITERATIONS)
+    assert not compare(run, _reference(model, recipe, corpus)).excesses(TOLERANCES["fp64"])
+    wide = _reference_without_fp8(model, corpus)
+    assert abs(run.losses[-1] / wide.losses[-1] - 1.0) > 1e-6  # they are rounded
+
+
+@functools.cache
+def _reference_without_fp8(model: str, corpus: str) -> RunRecord:
+    config = _config(model, "mxfp8", corpus)
+    training = replace(config.training, fp8_format=None, fp8_recipe="tensorwise", emulate=False)
+    return run_alone(replace(config, training=training), NUM_ITERATIONS)
