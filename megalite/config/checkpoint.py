@@ -6,11 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from megalite.config.option import LOCAL_PATH, NOT_NEGATIVE, POSITIVE, SIZE, OnResume, Setting, option
+from megalite.config.option import LOCAL_PATH, NOT_NEGATIVE, POSITIVE, SIZE, AnyOf, OnResume, Setting, option
 
 NonPersistentType = Literal["local"]
 
 
+_SAVES_EARLIER = AnyOf(
+    ("save_interval", "save_interval_minutes", "non_persistent_save_interval"),
+    "the run saves only at its end: pass --save-interval",
+)
 _LOADS_ALL = (Setting("load"), Setting("finetune", (False,), "--finetune loads only the weights"))
 _LOADS_OPTIMIZER = (*_LOADS_ALL, Setting("load_optim"))
 
@@ -32,7 +36,7 @@ class CheckpointConfig:
     save_interval_minutes: float | None = option(None, allowed=POSITIVE, only_with="save")
     """Minutes from one checkpoint to the next. All ranks save after the same iteration. With --save-interval,
     whichever comes first."""
-    async_save: bool = option(False, only_with="save")
+    async_save: bool = option(False, only_with=(Setting("save"), _SAVES_EARLIER))
     """Save in the background from a copy in host memory, while training continues."""
     non_persistent_save_interval: int | None = option(None, allowed=POSITIVE)
     """Iterations between non-persistent saves. Each rank saves its own state on its node, so that a job

@@ -212,9 +212,6 @@ MODEL_FIELDS: Mapping[str, ConfigField] = {
 }
 """The fields of `ModelConfig`, by their names."""
 
-MAMBA_OPTIONS = tuple(name for name in MODEL_FIELDS if name.startswith("mamba_"))
-"""Fields of layers with Mamba-2."""
-
 
 def inactive_options(model: ModelConfig) -> dict[str, str]:
     """Return the fields of the model without effect, each with the reason."""
@@ -248,7 +245,6 @@ def resolved_fields(model: ModelConfig) -> dict[str, Any]:
         "mamba_bias": model.has_mamba_bias,
         **_resolved_patterns(model),
         **dict.fromkeys(name for name in inactive_options(model) if name in fields),
-        **({} if model.has_mamba else dict.fromkeys(MAMBA_OPTIONS)),
     }
 
 

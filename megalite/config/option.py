@@ -131,7 +131,7 @@ class Option:
 def option(
     default: Any,
     *aliases: str,
-    only_with: str | Setting | AnyOf | Sequence[Setting] = (),
+    only_with: str | Setting | AnyOf | Sequence[Setting | AnyOf] = (),
     **declared: Any,
 ) -> Any:
     """Return a dataclass field with this default; for the other arguments see `Option`.

@@ -68,6 +68,9 @@ _PP = Setting("pipeline_model_parallel_size", ABOVE_ONE)
 _TP = Setting("tensor_model_parallel_size", ABOVE_ONE)
 _FP8_SCALE = "with --fp8-format an operand of a GEMM is scaled by all of its tokens, not by parts"
 _TP_OVERLAP = (_TP, Setting("fp8_format", (None,), _FP8_SCALE))
+_ON_GPUS = Setting(
+    "distributed_backend", ("auto", "nccl"), "ranks run on CPU cores (--distributed-backend gloo)"
+)
 _BUCKETS = Setting("zero_stage", (0, 1, 2), "with --zero-stage 3 each layer reduces its own gradients")
 
 
@@ -188,7 +191,7 @@ class ParallelConfig:
     """Accumulate weight gradients inside the GEMM that computes them."""
     distributed_backend: Backend = "auto"
     """Communication backend. auto is nccl on GPUs and gloo on CPUs."""
-    ranks_share_gpus: bool = False
+    ranks_share_gpus: bool = option(False, only_with=_ON_GPUS)
     """Let several ranks share a GPU over NCCL, to test a layout with few GPUs. It needs NCCL 2.30."""
     distributed_timeout_minutes: int = option(10, allowed=SIZE)
     """Minutes before a collective fails because a rank has not joined it."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from megalite.config import Config, OptimizerConfig
+from megalite.config.fields import fields_by_name
 
 DECAYS: dict[str, Callable[[float], float]] = {
     "linear": lambda progress: 1.0 - progress,
@@ -126,15 +127,6 @@ class WeightDecay:
         return start + share * (end - start)
 
 
-_STYLES = {
-    "lr_decay_style": {"linear", "cosine", "constant", "inverse-square-root", "WSD"},
-    "lr_warmup_style": {"linear", "log"},
-    "lr_step_timing": {"megatron", "deepspeed"},
-    "lr_wsd_decay_style": set(DECAYS),
-    "weight_decay_incr_style": {"constant", "linear", "cosine"},
-}
-
-
 @dataclass(frozen=True)
 class OptimizerSchedules:
     """Learning rate and weight decay at every position in a run.
@@ -232,9 +224,10 @@ class OptimizerSchedules:
 
 def _is_sound(fields: Mapping[str, Any]) -> bool:
     """Return whether every value has the type and range of its field."""
+    choices = {name: fields_by_name()[name].kind.choices for name in fields}
     return all(
-        isinstance(value, str) and value in _STYLES[name]
-        if name in _STYLES
+        isinstance(value, str) and value in choices[name]
+        if choices[name]
         else isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
         for name, value in fields.items()
     )

@@ -5,11 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from megalite.config.option import NOT_NEGATIVE, SIZE, OnResume, Setting, option
+from megalite.config.option import ABOVE_ONE, NOT_NEGATIVE, SIZE, OnResume, Setting, option
 
 Granularity = Literal["full", "selective"]
 Method = Literal["uniform", "block"]
 Module = Literal["core_attn", "mla_up_proj", "mlp", "mlp_act", "layernorm"]
+_FULL = Setting("recompute_granularity", ("full",))
+_SAVES_INPUTS = (
+    _FULL,
+    Setting("tensor_model_parallel_size", ABOVE_ONE),
+    Setting("sequence_parallel", (False,), "--sequence-parallel already shards what is saved"),
+)
 
 
 @dataclass(frozen=True)
@@ -32,17 +38,11 @@ class RecomputeConfig:
     )
     """Recompute whole layers (full) or parts of each layer (selective) in backward. By default recompute
     nothing."""
-    recompute_method: Method = option(
-        "uniform", "--activations-checkpoint-method", only_with=Setting("recompute_granularity", ("full",))
-    )
+    recompute_method: Method = option("uniform", "--activations-checkpoint-method", only_with=_FULL)
     """Method of full recomputation. uniform: all layers, in groups that save their input; block: only the
     first layers of a stage."""
     recompute_num_layers: int = option(
-        1,
-        "--checkpoint-num-layers",
-        "--activations-checkpoint-num-layers",
-        allowed=SIZE,
-        only_with=Setting("recompute_granularity", ("full",)),
+        1, "--checkpoint-num-layers", "--activations-checkpoint-num-layers", allowed=SIZE, only_with=_FULL
     )
     """Number of layers per group (uniform), or number of layers that a stage recomputes (block)."""
     recompute_modules: tuple[Module, ...] = option(
@@ -60,7 +60,7 @@ class RecomputeConfig:
         False,
         "--partition-activations",
         "--distribute-checkpointed-activations",
-        only_with=Setting("recompute_granularity", ("full",)),
+        only_with=_SAVES_INPUTS,
     )
     """Shard the layer inputs that full recomputation saves over tensor-parallel ranks. Backward gathers
     them."""

@@ -38,6 +38,7 @@ def iteration_range(text: str) -> range | None:
 ITERATIONS = Range(
     iteration_range, "FIRST:LAST counted from 1, as in 5:6, or one iteration", "is not a range: pass"
 )
+_IN_16_BITS = Setting("params_dtype", ("bf16", "fp16"), "only GEMMs in bf16 and fp16 have epilogues")
 _COMPUTES = Setting("dry_run", (False,), "a dry run computes nothing")
 
 
@@ -140,7 +141,9 @@ class TrainingConfig(Fp8Options):
     """With --manual-gc: also collect garbage before and after each evaluation."""
     compile: bool = option(False, on_resume=OnResume.LOGGED, only_with=_COMPUTES)
     """Compile the transformer layers with torch.compile (docs/precision.md)."""
-    gemm_epilogues: GemmEpilogues = option("auto", on_resume=OnResume.LOGGED, only_with=_COMPUTES)
+    gemm_epilogues: GemmEpilogues = option(
+        "auto", on_resume=OnResume.LOGGED, only_with=(_COMPUTES, _IN_16_BITS)
+    )
     """Compute GELU and bias gradients in the neighbouring GEMMs on a GPU. auto times both forms when the run
     starts; with --deterministic it is off."""
     deterministic: bool = option(False, "--deterministic-mode", on_resume=OnResume.LOGGED)

@@ -8,7 +8,7 @@ from typing import Any
 
 from megalite.config.config import LAYOUT_OPTIONS, Config
 from megalite.config.data import CORPUS_FIELDS
-from megalite.config.fields import MAMBA_OPTIONS, MAX_INT, ConfigField, config_fields, without_effect
+from megalite.config.fields import MAX_INT, ConfigField, config_fields, without_effect
 from megalite.config.option import flag_of, flag_with_value
 from megalite.config.rules import (
     attention_rules,
@@ -27,8 +27,13 @@ Rule = Callable[[Config, int | None], Iterator[Problem]]
 """A function that yields a config's problems. Its second argument is the number of ranks, or None."""
 
 _MODULES = (
-    *(conflicts, sizes, attention_rules, model_rules, parallel_rules),
-    *(training_rules, data_rules),
+    conflicts,
+    sizes,
+    attention_rules,
+    model_rules,
+    parallel_rules,
+    training_rules,
+    data_rules,
 )
 _OF_A_RULE = {"config": "Config", "world_size": "int | None", "return": "Iterator[Problem]"}
 """Parameters and result of a rule."""
@@ -129,17 +134,10 @@ def unused_options(config: Config, world_size: int | None = None) -> list[str]:
 
 def _reasons(config: Config, world_size: int | None) -> Iterator[tuple[str, str]]:
     """Yield each option that has no effect in this config, set or not, with the reason."""
-    model, data, checkpoint = config.model, config.data, config.checkpoint
+    model, data = config.model, config.data
     yield from without_effect(config_fields(), config.values()).items()
-    if model.hybrid_override_pattern is not None and not model.has_mamba:
-        for name in MAMBA_OPTIONS:
-            yield name, "no layer has Mamba-2 (M in --hybrid-override-pattern)"
     if any(getattr(data, name) for name in CORPUS_FIELDS if name not in ("data_path", "data_args_path")):
         yield "split", "each split has its own data"
-    if not checkpoint.saves_at_intervals and checkpoint.non_persistent_save_interval is None:
-        yield "async_save", "the run saves only at its end: pass --save-interval"
-    if model.params_dtype not in ("bf16", "fp16"):
-        yield "gemm_epilogues", f"only GEMMs in bf16 and fp16 have epilogues, not in {model.params_dtype}"
     if model.activation != "gelu" and not model.has_mlp_bias:
         yield "gemm_epilogues", f"the activation is {model.activation}, and no linear layer has a bias"
     yield from _parallel_reasons(config, world_size)
@@ -151,14 +149,8 @@ def _parallel_reasons(config: Config, world_size: int | None) -> Iterator[tuple[
     parallel = config.parallel
     if not (config.model.has_experts and parallel.has_expert_axes):
         yield "moe_token_dispatcher_type", "no experts are on axes of their own (--ep, --etp)"
-    if parallel.distributed_backend == "gloo":
-        yield "ranks_share_gpus", "ranks run on CPU cores (--distributed-backend gloo)"
     if parallel.distributed_backend == "nccl":
         yield "distributed_backend", "ranks on GPUs use nccl anyway, and ranks on CPUs can only use gloo"
-    if parallel.tp == 1:
-        yield "distribute_saved_activations", "there is one tensor-parallel rank (--tp 1)"
-    elif parallel.sequence_parallel:
-        yield "distribute_saved_activations", "--sequence-parallel already shards what is saved"
     if parallel.zero_stage == 3 and replicas(config, world_size) != 1:
         yield "fp8_weight_cache", "with --zero-stage 3 full weights are not kept"
     elif config.training.compile and parallel.tp == 1 and not SCHEDULES[parallel.schedule].splits_backward:

@@ -26,7 +26,10 @@ CONFIG_MISTAKES = {
         ["--vocab-size", "100"],
         "smaller than the tokenizer's 257: pass --vocab-size 257",
     ),
-    "padding too small": (["--pad-vocab-size-to", "200"], "--pad-vocab-size-to 200 is smaller"),
+    "padding too small": (
+        ["--pad-vocab-size-to", "200"],
+        "--vocab-size 257 is above --pad-vocab-size-to 200",
+    ),
     "world size": (["--tp", "2"], "world size 1 is not"),
     "unknown flag": (["--num-layer", "3"], "unknown flag --num-layer; nearest is --num-layers"),
     "not there yet": (["--checkpoint-in-cpu"], "--checkpoint-in-cpu"),

@@ -16,7 +16,12 @@ _PATTERN = Range(
 )
 _RECURRENT: dict[str, Any] = {"only_with": Setting("recurrent_mixer", ("gated_delta_net",))}
 _DELTA_NET: dict[str, Any] = {"allowed": SIZE, **_RECURRENT}
-_MAMBA: dict[str, Any] = {"allowed": SIZE, "only_with": "hybrid_override_pattern", "in_megatron": False}
+HAS_MAMBA = Setting(
+    "hybrid_override_pattern",
+    Range(lambda pattern: "M" in str(pattern), "with M"),
+    "no layer has Mamba-2 (M in --hybrid-override-pattern)",
+)
+_MAMBA: dict[str, Any] = {"allowed": SIZE, "only_with": HAS_MAMBA, "in_megatron": False}
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,7 @@ class RecurrentOptions:
     """Tokens that the convolution of Mamba-2 sees: a token and those before it."""
     mamba_bias: bool = option(
         False,
-        only_with=(Setting("hybrid_override_pattern"), Setting("add_bias_linear", (False,))),
+        only_with=(HAS_MAMBA, Setting("add_bias_linear", (False,))),
         in_megatron=False,
     )
     """Add a bias to the projections of Mamba-2 even with --disable-bias-linear."""

@@ -14,6 +14,7 @@ _SCALED: dict[str, Any] = {
     "same_shapes": True,
     "only_with": Setting("rope_scaling", ("linear", "llama3", "yarn")),
 }
+_LONGER = Setting("rope_scaling", ("llama3", "yarn"))
 _LLAMA3: dict[str, Any] = {**_SCALED, "only_with": Setting("rope_scaling", ("llama3",)), "in_megatron": False}
 _YARN: dict[str, Any] = {**_SCALED, "only_with": Setting("rope_scaling", ("yarn",)), "in_megatron": False}
 
@@ -69,7 +70,7 @@ class RopeOptions:
         "--yarn-original-max-position-embeddings",
         allowed=SIZE,
         same_shapes=True,
-        only_with=Setting("rope_scaling", ("llama3", "yarn")),
+        only_with=_LONGER,
         in_megatron=False,
     )
     """Sequence length before the change of the rotary frequencies."""
@@ -91,11 +92,7 @@ class RopeOptions:
     yarn_mscale_all_dim: float | None = option(None, allowed=POSITIVE, **_YARN)
     """The A of --yarn-mscale. In multi-latent attention, scores are also multiplied by (0.1 A ln f + 1)^2."""
     llama_4_scaling_beta: float | None = option(
-        None,
-        allowed=POSITIVE,
-        same_shapes=True,
-        only_with=Setting("rope_scaling", ("llama3", "yarn")),
-        in_megatron=False,
+        None, allowed=POSITIVE, same_shapes=True, only_with=_LONGER, in_megatron=False
     )
     """Multiply queries by 1 + this x ln(1 + floor(position / --original-max-position-embeddings)), as in
     Ministral 3."""

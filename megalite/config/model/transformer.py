@@ -32,6 +32,7 @@ NORMALIZED: Mapping[NormPosition, tuple[Literal["input", "output", "sum"], ...]]
 """What a layer normalizes around each of its blocks, by --norm-position."""
 ParamsDtype = Literal["fp32", "bf16", "fp16", "fp64"]
 
+_BERT = Setting("architecture", ("bert",))
 _NUMBER: dict[str, Any] = {"allowed": POSITIVE, "same_shapes": True, "in_megatron": False}
 
 
@@ -43,19 +44,12 @@ class TransformerOptions:
     """Kind of model: gpt predicts each next token (pretrain_gpt.py), bert predicts masked tokens from both
     sides (pretrain_bert.py, which sets it)."""
     bert_binary_head: bool = option(
-        True,
-        sets={"--bert-no-binary-head": False},
-        in_megatron=False,
-        only_with=Setting("architecture", ("bert",)),
+        True, sets={"--bert-no-binary-head": False}, in_megatron=False, only_with=_BERT
     )
     """BERT: each sample has two segments, and the model also learns, from the first token, to predict whether
     they are in order."""
     mask_prob: float = option(
-        0.15,
-        allowed=OPEN_SHARE,
-        on_resume=OnResume.DATA,
-        in_megatron=False,
-        only_with=Setting("architecture", ("bert",)),
+        0.15, allowed=OPEN_SHARE, on_resume=OnResume.DATA, in_megatron=False, only_with=_BERT
     )
     """BERT: share of the tokens to predict. 80% of these become the mask token, 10% a random token."""
     num_layers: int = option(12, allowed=SIZE)

@@ -11,6 +11,7 @@ from megalite.config.data import DOCUMENT_OPTIONS
 from megalite.config.fields import config_fields, value_of, without_effect
 from megalite.config.fp8 import FP8_BLOCK_SIZES
 from megalite.config.model.feed_forward import GATED_ACTIVATIONS
+from megalite.config.model.recurrence import HAS_MAMBA
 from megalite.config.option import ABOVE_ONE, Range, Setting, flag_of, flag_with_value, other_than
 from megalite.utils.errors import Problem
 
@@ -44,7 +45,6 @@ def _recomputes(*modules: str) -> Setting:
 _AUTO_LAYOUT = Setting("layout", ("auto",))
 _EXPERTS = Setting("num_experts", ABOVE_ONE)
 _BERT = Setting("architecture", ("bert",))
-_MAMBA = Setting("hybrid_override_pattern", Range(lambda pattern: "M" in str(pattern), "with M"))
 _DELTA_NET = Setting("recurrent_mixer", other_than("none"))
 _LATENTS = Setting("multi_latent_attention")
 _AS_VALUES = Setting("keys_as_values", other_than("none"))
@@ -198,9 +198,9 @@ CONFLICTS = (
         _TENSORWISE, _LATENTS, ": latents have no scale for a tensor; pass --fp8-recipe blockwise or mxfp8"
     ),
     # Recurrent layers
-    *_exclude("compile", (_DELTA_NET, _MAMBA), ": recurrences are not compiled; remove --compile"),
-    *_exclude("fp8_format", (_DELTA_NET, _MAMBA), ": its decays need more than 8 bits; remove it"),
-    *_exclude("mup_base_width", (_DELTA_NET, _MAMBA), ": muP has no rule for its decays; remove it"),
+    *_exclude("compile", (_DELTA_NET, HAS_MAMBA), ": recurrences are not compiled; remove --compile"),
+    *_exclude("fp8_format", (_DELTA_NET, HAS_MAMBA), ": its decays need more than 8 bits; remove it"),
+    *_exclude("mup_base_width", (_DELTA_NET, HAS_MAMBA), ": muP has no rule for its decays; remove it"),
     *_exclude(
         ("linear_attention_freq", "moe_layer_freq", "no_rope_freq", "window_size", _DELTA_NET),
         "hybrid_override_pattern",

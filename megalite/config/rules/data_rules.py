@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 
 from megalite.config.config import Config
-from megalite.config.data import CORPUS_FIELDS
+from megalite.config.data import CORPUS_FIELDS, TOKENIZER_FIELDS
 from megalite.config.option import flag_of
 from megalite.utils.commands import command_name
 from megalite.utils.errors import Problem
@@ -54,7 +54,7 @@ def fill_in_middle(config: Config, world_size: int | None) -> Iterator[Problem]:
     if data.fim_rate > 0 and not data.mock_data and kind in unsuitable:
         current = f"--tokenizer-type {kind}" if kind else "no tokenizer"
         yield Problem(
-            ("fim_rate", "tokenizer_type", "tokenizer_model", "vocab_file", "tokenizer_name_or_path"),
+            ("fim_rate", *TOKENIZER_FIELDS),
             f"--fim-rate {data.fim_rate} with {current}: pass the tokenizer of the corpus, whose vocabulary "
             "must have the --fim-prefix-token, --fim-middle-token and --fim-suffix-token",
         )
@@ -67,7 +67,7 @@ def document_ends(config: Config, world_size: int | None) -> Iterator[Problem]:
     is_packed = data.sft or data.packs_documents
     if options and data.resolved_tokenizer_type is None and not data.mock_data and not is_packed:
         yield Problem(
-            (*options, "tokenizer_type", "tokenizer_model", "vocab_file", "tokenizer_name_or_path"),
+            (*options, *TOKENIZER_FIELDS),
             f"{' '.join(map(flag_of, options))} without a tokenizer: pass the corpus's --tokenizer-type, "
             "whose end-of-document token separates the documents",
         )
@@ -80,14 +80,14 @@ def tokenizer(config: Config, world_size: int | None) -> Iterator[Problem]:
     if kind is None or kind == "NullTokenizer":
         if config.model.vocab_size is None:
             yield Problem(
-                ("tokenizer_type", "vocab_size", "tokenizer_model", "vocab_file", "tokenizer_name_or_path"),
+                ("vocab_size", *TOKENIZER_FIELDS),
                 "the vocabulary size is unknown: pass --vocab-size, or the --tokenizer-type of the corpus "
                 "and its files (byte needs none)",
             )
         return
     for flags in data.files_missing_for(kind):
         yield Problem(
-            ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model", "tokenizer_name_or_path"),
+            TOKENIZER_FIELDS,
             f"tokenizer {kind} needs {flags}: pass it, or another --tokenizer-type",
         )
 

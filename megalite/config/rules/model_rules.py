@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from megalite.config.config import Config
-from megalite.config.data import WORD_PIECE_TOKENIZERS
+from megalite.config.data import TOKENIZER_FIELDS, WORD_PIECE_TOKENIZERS
 from megalite.config.fp8 import FP8_BLOCK_SIZES
 from megalite.config.model.attention import LatentSpec
 from megalite.config.model.transformer import NUM_BERT_SPECIAL
@@ -48,7 +48,7 @@ def bert(config: Config, world_size: int | None) -> Iterator[Problem]:
     if not data.mock_data and kind not in WORD_PIECE_TOKENIZERS:
         current = f"--tokenizer-type {kind}" if kind else "no tokenizer"
         yield Problem(
-            ("tokenizer_type", "tokenizer_model", "vocab_file", "tokenizer_name_or_path", "architecture"),
+            (*TOKENIZER_FIELDS, "architecture"),
             f"{current} with a bert: pass the WordPiece tokenizer of the corpus, --tokenizer-type "
             "BertWordPieceLowerCase (or BertWordPieceCase) and --vocab-file vocab.txt",
         )

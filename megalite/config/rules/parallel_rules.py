@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from megalite.config.config import Config
+from megalite.config.model.model_config import round_up
 from megalite.config.option import flag_of, flag_with_value, format_value
 from megalite.config.parallel import ParallelConfig
 from megalite.config.rules.sizes import not_divisible
@@ -84,7 +85,7 @@ def sequence(config: Config, world_size: int | None) -> Iterator[Problem]:
     yield Problem(
         ("sequence_parallel", "seq_length", *(axis.field for axis in cutting)),
         f"{length} is not divisible by {sizes}{parallel.zigzag_text}: use a multiple of it, such as "
-        f"{-(-seq_length // num_slices) * num_slices}, or another {cutting[-1].flag}",
+        f"{round_up(seq_length, num_slices)}, or another {cutting[-1].flag}",
     )
 
 
@@ -107,7 +108,7 @@ def world(config: Config, world_size: int | None) -> Iterator[Problem]:
         text = " x ".join(f"{axis.flag} {size}" for axis, size in zip(axes, sizes, strict=True))
         is_whole = all(mesh.sizes.get(axis.name) for axis in mesh_spec.axes if axis.takes_rest)
         if world_size != product if is_whole else world_size % product:
-            start = product if is_whole else -(-world_size // product) * product
+            start = product if is_whole else round_up(world_size, product)
             yield Problem(
                 tuple(axis.field for axis in axes if axis.field),
                 f"world size {world_size} is not {'' if is_whole else 'a multiple of '}{text} = {product}: "
@@ -127,19 +128,29 @@ def replicas(config: Config, world_size: int | None) -> int | None:
 
 def batch(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Check that the global batch is a whole number of microbatches, the same on every replica."""
-    micro, global_batch = config.training.micro_batch_size, config.training.global_batch_size
-    dp = sample_ranks(config, world_size)
-    samples = micro * (dp or 1)  # one microbatch on every replica
-    if global_batch is None or global_batch % samples == 0:
-        return
-    divisor = f"--micro-batch-size {micro}"
+    global_batch = config.training.global_batch_size
+    if global_batch is not None:
+        sizes = {f"--global-batch-size {global_batch}": global_batch}
+        yield from whole_microbatches(config, world_size, ("global_batch_size", _TP, _PP), sizes)
+
+
+def whole_microbatches(
+    config: Config, world_size: int | None, fields: tuple[str, ...], sizes: Mapping[str, int]
+) -> Iterator[Problem]:
+    """Check that each batch size can be split into the same whole number of microbatches on every replica.
+
+    Args:
+        fields: fields that determine the sizes.
+        sizes: batch sizes, and increments of them, by description.
+    """
+    micro, dp = config.training.micro_batch_size, sample_ranks(config, world_size)
+    samples, divisor = micro * (dp or 1), f"--micro-batch-size {micro}"
     if dp is not None:
         divisor += f" x data-parallel size {dp} = {samples}"
-    yield Problem(
-        ("global_batch_size", "micro_batch_size", *((_TP, _PP, _DP) if dp is not None else ())),
-        f"--global-batch-size {global_batch} is not divisible by {divisor}: "
-        f"use {-(-global_batch // samples) * samples}, or change one of them",
-    )
+    for what, number in sizes.items():
+        if number % samples:
+            fix = f"use {round_up(number, samples)}, or change one of them"
+            yield Problem((*fields, "micro_batch_size", _DP), f"{what} is not divisible by {divisor}: {fix}")
 
 
 _DEGREE, _INSTANCES = "data_parallel_shard_degree", "num_distributed_optimizer_instances"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from megalite.config.config import Config
 from megalite.config.option import flag_of, flag_with_value
-from megalite.config.rules.parallel_rules import sample_ranks, sequence_divisor
+from megalite.config.rules.parallel_rules import sample_ranks, sequence_divisor, whole_microbatches
 from megalite.config.training import BatchSize, schedule_steps
 from megalite.utils.errors import Problem
 
@@ -36,10 +36,9 @@ def ramp_up(config: Config, world_size: int | None) -> Iterator[Problem]:
             f"the increment {rampup[1]}; pass --global-batch-size {full + (rampup[0] - full) % rampup[1]}",
         )
     else:
-        sizes = {
-            f"{what} {number}": number for what, number in zip(("start", "increment"), rampup, strict=False)
-        }
-        yield from _whole_microbatches(config, world_size, _RAMPUP, sizes)
+        named = zip(("start", "increment"), rampup, strict=False)
+        sizes = {f"{current}: the {what} {number}": number for what, number in named}
+        yield from whole_microbatches(config, world_size, (_RAMPUP,), sizes)
 
 
 def batch_size_schedule(config: Config, world_size: int | None) -> Iterator[Problem]:
@@ -64,9 +63,8 @@ def batch_size_schedule(config: Config, world_size: int | None) -> Iterator[Prob
             f"{training.global_batch_size}: pass --global-batch-size {last}",
         )
     else:
-        yield from _whole_microbatches(
-            config, world_size, _STEPS, {f"size {size}": size for _, size in steps}
-        )
+        sizes = {f"{current}: the size {size}": size for _, size in steps}
+        yield from whole_microbatches(config, world_size, (_STEPS,), sizes)
 
 
 def seq_length_schedule(config: Config, world_size: int | None) -> Iterator[Problem]:
@@ -102,28 +100,6 @@ def seq_length_schedule(config: Config, world_size: int | None) -> Iterator[Prob
                 (_LENGTHS, "seq_length", *(axis.field for axis in config.parallel.mesh.model.axes)),
                 f"{current} has sequences of {length} tokens: pass lengths that divide --seq-length {full}"
                 f"{layout}, such as {nearest}",
-            )
-
-
-def _whole_microbatches(
-    config: Config, world_size: int | None, field: str, sizes: Mapping[str, int]
-) -> Iterator[Problem]:
-    """Check that each batch size can be split into the same whole number of microbatches on every replica.
-
-    Args:
-        sizes: batch sizes, and increments of them, by description.
-    """
-    micro, dp = config.training.micro_batch_size, sample_ranks(config, world_size)
-    samples = micro * (dp or 1)
-    divisor = f"--micro-batch-size {micro}"
-    if dp is not None:
-        divisor += f" x data-parallel size {dp} = {samples}"
-    for what, number in sizes.items():
-        if number % samples:
-            yield Problem(
-                (field, "micro_batch_size", "data_parallel_size"),
-                f"{flag_with_value(field, getattr(config.training, field))}: the {what} is not divisible by "
-                f"{divisor}: pass {-(-number // samples) * samples}, or change one of them",
             )
 
 

@@ -19,7 +19,7 @@ from megalite.config import (
     ParallelConfig,
     TrainingConfig,
 )
-from megalite.config.fields import MAMBA_OPTIONS, ConfigField, config_fields, fields_by_name
+from megalite.config.fields import ConfigField, config_fields, fields_by_name
 from megalite.config.option import AnyOf, OnResume, Range, Setting
 from megalite.config.parameter_schedules import OptimizerSchedules
 from megalite.distributed.topology import Topology
@@ -341,7 +341,7 @@ RISING: Changes = {
 }
 BY_CONTEXT: list[tuple[str, Changes]] = [
     (
-        " ".join(MAMBA_OPTIONS),
+        " ".join(name for name in fields_by_name() if name.startswith("mamba_")),
         {"model": {"hybrid_override_pattern": "M*-M", "mamba_head_dim": 16, "add_bias_linear": False}},
     ),
     ("kv_shared_ffn_hidden_size", {"model": {"num_kv_shared_layers": 1}}),

@@ -150,7 +150,7 @@ def test_a_shorter_training_keeps_the_longest_context(tmp_path, one_rank):
     assert torch.equal(logits_of(back, ids), logits_of(original, ids))
     longer = convert(tmp_path / "ours", tmp_path / "longer", "--max-position-embeddings", "512")
     assert AutoConfig.from_pretrained(longer).max_position_embeddings == 512
-    with pytest.raises(UserError, match="--seq-length 512 is longer than --max-position-embeddings 256"):
+    with pytest.raises(UserError, match="--seq-length 512 is above --max-position-embeddings 256"):
         convert(tmp_path / "ours", tmp_path / "refused", "--seq-length", "512")
 
 
