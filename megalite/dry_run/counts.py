@@ -21,7 +21,7 @@ from megalite.config.stage_layers import stage_map
 from megalite.data.build_datasets import DatasetSplits
 from megalite.distributed.axis import Axis, observing
 from megalite.hardware.host_memory import HostBuffers
-from megalite.observe.live_bytes import OTHER, LiveBytes, watch_parts
+from megalite.observe.meta_tensors import OTHER, LiveBytes, watch_parts
 from megalite.observe.operator_log import Traffic
 from megalite.observe.unit_record import CollectiveCall
 from megalite.optim.flat_buffers import Bucket

@@ -27,8 +27,7 @@ from megalite.model.layer_state import LayerState
 from megalite.model.recompute import apply_recompute
 from megalite.model.recurrent_mixer import RecurrentMixer
 from megalite.model.stage import DTYPES, Stage, StageProvider
-from megalite.observe.live_bytes import LiveBytes, watch_parts
-from megalite.observe.meta_tensors import meta_tensors
+from megalite.observe.meta_tensors import LiveBytes, meta_tensors, watch_parts
 from megalite.observe.operator_log import OperatorLog
 from megalite.observe.recorder import Reader
 from megalite.observe.unit_record import EMBEDDING, HEAD, INPUT, SavedPart, UnitKey, UnitRecord, WeightRecord

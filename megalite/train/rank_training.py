@@ -201,7 +201,8 @@ def train_rank(
                 Trainer(run, datasets, plan.weight_gathering()) as trainer,
             ):
                 announce(trainer)
-                warn_if_unverified(run)
+                if is_own_model(providers.model):
+                    warn_if_unverified(run)
                 states = resume(trainer, launch)
                 stop_conditions = StopConditions(config.training, topology, signals, lease)
                 return train(

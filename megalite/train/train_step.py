@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import Literal
 
 import torch
@@ -220,6 +221,7 @@ class TrainStep:
 
     Attributes:
         before_update: functions that are called then.
+        hidden_shape: see `global_batch.hidden_shape`; takes the tokens of a sequence.
     """
 
     def __init__(
@@ -238,12 +240,12 @@ class TrainStep:
         self.optimizer = optimizer
         self.load = load
         self.fp8_weights = fp8_weights
-        self.config = run.config
         self.caches_fp8_weights = run.config.training.fp8_weight_cache
         self.before_update = [before_update]
         self.plan_iteration = IterationPlanner(run.config, run.topology.sample_ranks.size)
         self.check = AnomalyCheck(run.config.training)
         self.batches = GlobalBatches(run)
+        self.hidden_shape = cache(partial(hidden_shape, run.config))
         self.loss_names = loss_names
 
     def __call__(self, progress: TrainingProgress) -> StepResult:
@@ -305,7 +307,7 @@ class TrainStep:
             losses = self.pipeline.train_step(
                 plan.num_microbatches,
                 load,
-                hidden_shape(self.config, plan.seq_length),
+                self.hidden_shape(plan.seq_length),
                 divisors=divisors,
                 loss_scale=self.optimizer.scaler.scale,
             )
@@ -340,7 +342,7 @@ class TrainStep:
             self.pipeline.train_step(
                 1,
                 lambda _: self.load.load_for_replica(plan.first_sample, index, replica),
-                hidden_shape(self.config, plan.seq_length),
+                self.hidden_shape(plan.seq_length),
                 divisors=divisors,
                 loss_scale=self.optimizer.scaler.scale,
             )

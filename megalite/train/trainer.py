@@ -286,5 +286,6 @@ def start_trainer(
         gathering: see `Trainer`.
     """
     run = resolve_run(config, topology, timers, lease, providers)
-    warn_if_unverified(run)
+    if is_own_model(run.providers.model):
+        warn_if_unverified(run)
     return Trainer(run, build_data(run), gathering)

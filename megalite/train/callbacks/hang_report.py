@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import bdb
-import faulthandler
 import json
 import os
-import signal
 import sys
 import threading
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -280,19 +277,6 @@ def write_stacks(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w", encoding="utf-8", opener=no_follow) as file:
         file.write(all_stacks())
-
-
-@contextmanager
-def stacks_on_signal() -> Iterator[None]:
-    """Print all stacks to standard error on ``kill -QUIT PID`` in the block; the process continues.
-
-    The handler is written in C and does not need the GIL: it works even if the watchdog's thread cannot run.
-    """
-    faulthandler.register(signal.SIGQUIT, file=STANDARD_ERROR, all_threads=True)
-    try:
-        yield
-    finally:
-        faulthandler.unregister(signal.SIGQUIT)
 
 
 def _files(frame: FrameType | None) -> Iterator[str]:

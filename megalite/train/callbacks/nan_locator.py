@@ -18,7 +18,6 @@ from megalite.distributed.collectives import largest_of_all
 from megalite.model.compiled import run_as_written
 from megalite.model.stage import Stage
 from megalite.observe.recorder import Reader, watch_modules
-from megalite.train.global_batch import hidden_shape
 from megalite.train.loop import Callback, TrainingLoop
 from megalite.train.model_chunks import layer_depth, unchanged_buffers
 from megalite.train.train_step import Anomaly, IterationPlan, StepResult
@@ -60,7 +59,6 @@ class NanLocator:
         self._train_step = trainer.train_step
         self._load = trainer.load_batch
         self._topology = trainer.topology
-        self._config = trainer.config
         self._micro_batch_size = trainer.config.training.micro_batch_size
         self._is_compiled = trainer.config.training.compile  # layers run uncompiled while they have hooks
         self._rows = {name: row for row, name in enumerate(_parts(trainer.config.model))}
@@ -102,7 +100,7 @@ class NanLocator:
             self._pipeline.evaluate(
                 plan.num_microbatches,
                 partial(self._load, plan.first_sample),
-                hidden_shape(self._config, plan.seq_length),
+                self._train_step.hidden_shape(plan.seq_length),
             )
         return self._topology.to_host(largest_of_all(table, self._topology))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import signal
 import socket
 import sys
 import threading
@@ -32,12 +33,10 @@ from megalite.train.callbacks.hang_report import (
     position,
     recorder_of,
     report,
-    stacks_on_signal,
     write_records,
     write_stacks,
 )
 from megalite.train.loop import Callback, TrainingLoop
-from megalite.train.trainer import Trainer
 from megalite.utils.torch_private import num_collectives
 
 T = TypeVar("T")
@@ -366,41 +365,40 @@ class Watchdog:
 
 
 class HangWatchdog(Callback):
-    """Watchdog that ends the run if no rank makes progress for --hang-timeout."""
+    """Watchdog that ends the run if no rank makes progress for --hang-timeout, which may be 0 for none.
+
+    SIGQUIT prints this rank's stacks, and the run continues.
+    """
 
     @contextmanager
     def running(self, loop: TrainingLoop) -> Iterator[None]:
-        with watched(loop.trainer):
-            yield
-
-
-@contextmanager
-def watched(trainer: Trainer) -> Iterator[None]:
-    """Watch the block, unless --hang-timeout is 0. In the block SIGQUIT prints this rank's stacks."""
-    config, topology, timeout = trainer.config, trainer.topology, trainer.config.hang_timeout
-    with ExitStack() as stack:
-        stack.enter_context(stacks_on_signal())
-        if timeout == 0:
-            yield
-            return
-        folder = config.checkpoint.save or config.logging.tensorboard_dir
-        connection = topology.store.clone()  # type: ignore[attr-defined]
-        store = StatusStore(connection, topology.rank, topology.world_size, _PATIENCE_SECONDS)
-        dog = Watchdog(
-            timeout, topology, store, Path(folder) if folder else None, lambda: trainer.progress.iteration
-        )
-        stack.enter_context(observing(topology.observers, dog, topology.events))
-        closed = threading.Event()
-        thread = threading.Thread(target=dog.watch, args=(closed,), name="watchdog", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            if dog.is_ending:
-                thread.join()  # it ends the process, with its own status
-            closed.set()
-            thread.join(_PATIENCE_SECONDS)
-            dog.post_end()
+        trainer = loop.trainer
+        config, topology, timeout = trainer.config, trainer.topology, trainer.config.hang_timeout
+        with ExitStack() as stack:
+            # The handler is written in C and needs no GIL: it works even if the watchdog's thread cannot run.
+            faulthandler.register(signal.SIGQUIT, file=STANDARD_ERROR, all_threads=True)
+            stack.callback(faulthandler.unregister, signal.SIGQUIT)
+            if timeout == 0:
+                yield
+                return
+            folder = config.checkpoint.save or config.logging.tensorboard_dir
+            connection = topology.store.clone()  # type: ignore[attr-defined]
+            store = StatusStore(connection, topology.rank, topology.world_size, _PATIENCE_SECONDS)
+            dog = Watchdog(
+                timeout, topology, store, Path(folder) if folder else None, lambda: trainer.progress.iteration
+            )
+            stack.enter_context(observing(topology.observers, dog, topology.events))
+            closed = threading.Event()
+            thread = threading.Thread(target=dog.watch, args=(closed,), name="watchdog", daemon=True)
+            thread.start()
+            try:
+                yield
+            finally:
+                if dog.is_ending:
+                    thread.join()  # it ends the process, with its own status
+                closed.set()
+                thread.join(_PATIENCE_SECONDS)
+                dog.post_end()
 
 
 def _num_collectives(topology: Topology) -> tuple[tuple[tuple[int, ...], int], ...]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megalite.kernels.recurrence import block_size, launch, launch_backward, sizes_for
-from megalite.observe.live_bytes import LiveBytes
+from megalite.observe.meta_tensors import LiveBytes
 from megalite.observe.unit_record import RecurrenceCall
 
 B, G, R, S, D, E = 2, 2, 3, 4096, 64, 32

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import numpy.typing as npt
@@ -126,7 +127,7 @@ def _rank_main(rank: int, port: int, config: Config, fault: Fault | None) -> Non
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     with Topology.start(config.parallel.mesh, Launch(rank, NUM_RANKS, rank, NUM_RANKS)) as topology:
         trainer = start_trainer(config, topology)
-        with watchdog.watched(trainer):
+        with watchdog.HangWatchdog().running(SimpleNamespace(trainer=trainer)):  # type: ignore[arg-type]
             trainer.step()
             if fault:
                 fault(trainer)

@@ -16,7 +16,7 @@ from megalite.config.recompute import Module
 from megalite.distributed.topology import Topology
 from megalite.model.layer_state import LayerState
 from megalite.model.stage import Stage
-from megalite.observe.live_bytes import OTHER, LiveBytes, watch_parts
+from megalite.observe.meta_tensors import OTHER, LiveBytes, watch_parts
 from megalite.observe.record_unit import record_unit
 from megalite.observe.unit_record import INPUT
 from tests.stages import build_stage
