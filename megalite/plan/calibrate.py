@@ -88,7 +88,6 @@ def with_cpu_defaults(config: Config) -> Config:
 
 
 def _rate(work: float, function: Callable[[], object], device: torch.device, is_quick: bool) -> float:
-    """Return the work per second in the best of several runs."""
     best, end = float("inf"), time.perf_counter() + (0.0 if is_quick else SECONDS)
     function()
     while True:

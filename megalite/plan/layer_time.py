@@ -353,7 +353,6 @@ def recomputation(run: PlannedRun, kinds: Sequence[int], work: ModelWork) -> Wor
 
 
 def _last_gemm(run: PlannedRun, layer: UnitRecord) -> WorkSeconds:
-    """Return the work of a layer's last GEMM and its collective."""
     phase, last = layer.forward, len(layer.forward.gemms) - 1
     tp = zip(phase.collectives, tp_seconds(run, phase, "forward"), strict=True)
     return WorkSeconds(

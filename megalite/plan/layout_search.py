@@ -69,13 +69,6 @@ class SearchResult:
     too_large: Counter[str] = field(default_factory=Counter)
     closest: dict[tuple[int, int], RunPlan] = field(default_factory=dict)
 
-    def add_too_large(self, plan: RunPlan) -> None:
-        """Count a plan that does not fit."""
-        self.too_large[largest_kind(plan)] += 1
-        sizes = plan.run.tp, plan.run.pp
-        if sizes not in self.closest or plan.memory_bytes < self.closest[sizes].memory_bytes:
-            self.closest[sizes] = plan
-
     def nearest(self, count: int) -> list[RunPlan]:
         """Return the `count` plans of different tp and pp that need the least memory, smallest first."""
         return sorted(self.closest.values(), key=lambda plan: plan.memory_bytes)[:count]
@@ -127,7 +120,10 @@ def _search(request: Request, cluster: Cluster, watch: Watch, *, offloads: bool)
         elif plan.fits:
             found.fitting.append(plan)
         else:
-            found.add_too_large(plan)
+            found.too_large[largest_kind(plan)] += 1
+            nearest = found.closest.setdefault((plan.run.tp, plan.run.pp), plan)
+            if plan.memory_bytes < nearest.memory_bytes:
+                found.closest[plan.run.tp, plan.run.pp] = plan
     return found
 
 
@@ -368,7 +364,6 @@ def _pipelines(request: Request, run: PlannedRun) -> list[dict[str, Any]]:
 
 
 def _recomputes(request: Request) -> list[dict[str, Any]]:
-    """Return the ways of recomputation to try."""
     if request.fixed_fields & {"recompute_granularity", "recompute_modules"}:
         return [{}]
     ways: list[dict[str, Any]] = [{"recompute_granularity": None}, {"recompute_granularity": "full"}]

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Callable, Collection, Mapping, Sequence
+import sys
+import traceback
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, NoReturn
+from unittest.mock import patch
 
+import megalite
 from megalite.config import Config, DataConfig
 from megalite.config.arguments import split_tokens
 from megalite.config.config import LAYOUT_FIELDS, LAYOUT_OPTIONS
@@ -25,7 +31,6 @@ from megalite.plan.communication import Cluster
 from megalite.plan.estimate import Costs, large
 from megalite.plan.goodput import Reliability
 from megalite.plan.layout_fields import changed_fields, layout_flags, with_even_stages
-from megalite.plan.own_program import SUFFIX, model_of
 from megalite.plan.plan_options import (
     Scaling,
     add_cluster,
@@ -38,7 +43,7 @@ from megalite.plan.plan_options import (
 )
 from megalite.plan.planned_run import PlannedRun, with_any_length
 from megalite.utils.commands import torchrun_arguments
-from megalite.utils.errors import ConfigError, UserError
+from megalite.utils.errors import ConfigError, UserError, first_line
 
 DESCRIPTION = """Plan a run without a cluster: memory per rank, time per iteration, price.
 
@@ -124,11 +129,6 @@ def read_request(arguments: Sequence[str]) -> Request:
     # Without --save, other flags of checkpoints, which the plan of failures reads, have no effect.
     saves = not own.node_mtbf or any(flag.flag == "--save" for flag in flags)
     config, notices = parse(rest if saves else [*rest, "--save", "runs"], NEEDED_TO_TRAIN)
-    if config.training.fp8_format is not None:
-        raise UserError(
-            f"--fp8-format {config.training.fp8_format} cannot be planned, since the speed of 8-bit GEMMs "
-            "has not been measured: remove it to plan the run in bf16"
-        )
     layout = config.parallel.layout
     if problems := [each.text for each in conflicts(config, None) if "layout" in each.fields]:
         raise ConfigError(problems)
@@ -141,11 +141,11 @@ def read_request(arguments: Sequence[str]) -> Request:
         notices = [text for text in notices if not text.startswith(of_axes)]
     notices += unused_options(own, config)
     set_fields = {table[flag.flag].name for flag in flags if flag.flag in table}
-    has_model = any(flag.flag in ("--preset", "--config") for flag in flags)
+    presets = [" ".join(flag.values) for flag in flags if flag.flag == "--preset"]
     if "seq_length" not in set_fields:
-        presets = [" ".join(flag.values) for flag in flags if flag.flag == "--preset"]
         notices += _notices_of_length(config, presets)
-    provider = None if own.program is None else _provider_of(own.program)
+    provider = None if own.program is None else model_of(Path(own.program))
+    has_model = bool(presets) or any(flag.flag == "--config" for flag in flags)
     may_assume = not has_model and _is_gpt(provider)
     config, assumed, assumed_tokens = _complete(config, own, set_fields, may_assume)
     # Check all options as training does, also those that a plan ignores, such as options of data.
@@ -206,7 +206,7 @@ def _parser() -> ToolParser:
     )
     add(
         "--program",
-        type=_program,
+        type=_python_file,
         metavar="FILE.py",
         help="plan your own program: the model that it passes to megalite.pretrain",
     )
@@ -221,19 +221,10 @@ def _parser() -> ToolParser:
     return parser
 
 
-def _program(text: str) -> str:
-    if not text.endswith(SUFFIX):
+def _python_file(text: str) -> str:
+    if not text.endswith(".py"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a Python file")
     return text
-
-
-def _provider_of(program: str) -> Callable[..., Any]:
-    """Return the model of a program's file."""
-    from megalite.model.stage import check_model_provider  # imports torch
-
-    provider = model_of(Path(program))
-    check_model_provider(provider)
-    return provider
 
 
 def _is_gpt(provider: Callable[..., Any] | None) -> bool:
@@ -243,6 +234,70 @@ def _is_gpt(provider: Callable[..., Any] | None) -> bool:
     from megalite.model.transformer_stage import GPT  # imports torch
 
     return isinstance(provider, type) and issubclass(provider, GPT)
+
+
+class _PretrainCalled(BaseException):
+    """Raised in place of training; not an `Exception`, so that a program does not handle it.
+
+    Attributes:
+        model: the program's model provider.
+    """
+
+    def __init__(self, model: Callable[..., Any] | None) -> None:
+        super().__init__()
+        self.model = model
+
+
+def model_of(path: Path) -> Callable[..., Any]:
+    """Run a program of the user's own up to its call of `megalite.pretrain`; return the model that it passes.
+
+    Raises:
+        UserError: there is no such program, it has an error, or it passes no model.
+    """
+    flag = f"--program {path}"
+    try:
+        code = compile(path.read_bytes(), str(path), "exec")
+    except OSError as error:
+        raise UserError(f"{flag} cannot be read ({error.strerror}): pass your program's file") from None
+    except (SyntaxError, ValueError) as error:
+        raise UserError(f"{flag} is not a Python program: {first_line(error)}") from None
+    try:
+        with _as_main(path):
+            exec(code, ModuleType("__main__").__dict__ | {"__file__": str(path)})
+    except _PretrainCalled as called:
+        if called.model is None:
+            raise UserError(
+                f"{flag} passes no model to megalite.pretrain: remove --program to plan the flags' model"
+            ) from None
+        from megalite.model.stage import check_model_provider  # imports torch
+
+        check_model_provider(called.model)
+        return called.model
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:
+        lines = [
+            frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)
+        ]
+        raise UserError(
+            f"{flag}, line {lines[-1] if lines else 1}, raises {type(error).__name__}: {first_line(error)}"
+        ) from None
+    raise UserError(f"{flag} does not call megalite.pretrain with a model: pass the program that trains it")
+
+
+@contextmanager
+def _as_main(path: Path) -> Iterator[None]:
+    """Run a program in this block with its own arguments and folder; training ends it."""
+
+    def pretrain(model_provider: Callable[..., Any] | None = None, *_: Any, **__: Any) -> NoReturn:
+        raise _PretrainCalled(model_provider)
+
+    with (
+        patch.object(megalite, "pretrain", pretrain),
+        patch.object(sys, "argv", [str(path)]),
+        patch.object(sys, "path", [str(path.parent.resolve()), *sys.path]),
+    ):
+        yield
 
 
 def _complete(
@@ -257,7 +312,15 @@ def _complete(
 
     Returns:
         The config, the assumptions, and the flags that a command to start the run needs for them.
+
+    Raises:
+        UserError: the run cannot be planned.
     """
+    if config.training.fp8_format is not None:
+        raise UserError(
+            f"--fp8-format {config.training.fp8_format} cannot be planned, since the speed of 8-bit GEMMs "
+            "has not been measured: remove it to plan the run in bf16"
+        )
     assumed, tokens = list[str](), list[str]()
     model = config.model
     vocabulary = own.padded_vocab_size or (model.pad_vocab_size_to if model.vocab_size is None else None)

@@ -111,7 +111,7 @@ def host_activations(run: PlannedRun) -> list[float]:
     if run.config.recompute.cpu_offload_activations == 0:
         return [0.0] * run.pp
     offloaded = [sum(offloaded_bytes(run, kinds)) for kinds in run.stage_kinds]
-    return [peak * _average(run, rank, offloaded) for rank, peak in enumerate(peaks_in_flight(run))]
+    return [peak * _average(run, rank, offloaded) for rank, peak in enumerate(peaks(run)[0])]
 
 
 def node_host_bytes(run: PlannedRun) -> float:
@@ -162,19 +162,16 @@ def _microbatch_memory(run: PlannedRun) -> _MicrobatchMemory:
 def _peaks(
     schedule: ScheduleName, stages: StageMap, num_microbatches: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return, for each rank, the microbatches in flight, and those with deferred weight gradients."""
     actions = training_actions(schedule, stages, num_microbatches)
     return tuple(map(peak_in_flight, actions)), tuple(map(peak_deferred, actions))
 
 
-def peaks_in_flight(run: PlannedRun) -> tuple[int, ...]:
-    """Return, per pipeline rank, the peak number of microbatches in flight, summed over its chunks."""
-    return _peaks(run.config.parallel.schedule, run.stages, _num_counted(run))[0]
+def peaks(run: PlannedRun) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return, per pipeline rank, the peak numbers of microbatches in flight and of deferred weight gradients.
 
-
-def peaks_deferred(run: PlannedRun) -> tuple[int, ...]:
-    """Return, per pipeline rank, the peak number of deferred weight gradients, summed over its chunks."""
-    return _peaks(run.config.parallel.schedule, run.stages, _num_counted(run))[1]
+    Both are sums over a rank's chunks.
+    """
+    return _peaks(run.config.parallel.schedule, run.stages, _num_counted(run))
 
 
 def peak_of_last_stage(run: PlannedRun) -> int:
@@ -219,9 +216,7 @@ def _activations(run: PlannedRun) -> list[float]:
         + max(moving[stage] for stage in run.stages.stages_of(rank))
         + num_deferred * _average(run, rank, deferred)
         + (later if run.ranks[rank].is_last else 0.0)
-        for rank, (in_flight, num_deferred) in enumerate(
-            zip(peaks_in_flight(run), peaks_deferred(run), strict=True)
-        )
+        for rank, (in_flight, num_deferred) in enumerate(zip(*peaks(run), strict=True))
     ]
 
 

@@ -124,17 +124,6 @@ def _last_collective(trace: RankTrace, num_before: int, phase: str) -> Collectiv
     return None
 
 
-class _Full(NamedTuple):
-    """All microbatches of the reference's tensor.
-
-    Attributes:
-        parts: the microbatches, in the order of their samples.
-    """
-
-    order: int
-    parts: list[Activation]
-
-
 def compared_activations(
     run: Sequence[RankTrace], reference: RankTrace, limit: float
 ) -> tuple[list[Event], int]:
@@ -160,34 +149,30 @@ def compared_activations(
             if key is None:
                 unplaced.add(entry.names[0])
                 continue
-            compared = _compare(trace, entry, full[key].parts, reference, is_gradient=False)
+            compared = _compare(trace, entry, full[key], reference, is_gradient=False)
             if compared is None:
                 unplaced.add(entry.names[0])
                 continue
-            if _is_unused(entry, compared, limit) and key in used:
-                continue
+            is_constant = entry.gradient is not None and not bool(entry.gradient.any())
+            if key in used and is_constant and compared.largest > limit * magnitude(compared.expected):
+                continue  # the loss does not depend on it: a head's of other tokens
             values.setdefault(key, []).append(compared)
-            of_gradient = _compare(trace, entry, full[key].parts, reference, is_gradient=True)
+            of_gradient = _compare(trace, entry, full[key], reference, is_gradient=True)
             if of_gradient is not None:
                 gradients.setdefault(key, []).append(of_gradient)
         for entry in trace.recomputed:
             key = next((by_name[name] for name in entry.names if name in by_name), None)
-            again = key and _compare(trace, entry, full[key].parts, reference, is_gradient=False)
+            again = key and _compare(trace, entry, full[key], reference, is_gradient=False)
             if key and again:
                 recomputed.setdefault(key, []).append(again)
-    data = {entry.names[0] for entry in reference.microbatches}
-    events = [
-        Event("microbatch" if key in data else "forward", full[key].order, _all_names(full[key]), compared)
-        for key, compared in values.items()
-    ]
-    events += [
-        Event("recomputed", full[key].order, _all_names(full[key]), compared)
-        for key, compared in recomputed.items()
-    ]
-    events += [
-        Event("backward", full[key].parts[0].gradient_order, _all_names(full[key]), compared)
-        for key, compared in gradients.items()
-    ]
+    data, positions = {entry.names[0] for entry in reference.microbatches}, list(full)
+    events = []
+    for phase, tensors in (("forward", values), ("recomputed", recomputed), ("backward", gradients)):
+        for key, comparisons in tensors.items():
+            first = full[key][0]
+            order = first.gradient_order if phase == "backward" else positions.index(key)
+            is_data = phase == "forward" and key in data
+            events.append(Event("microbatch" if is_data else phase, order, first.names, comparisons))
     return events, len(unplaced)
 
 
@@ -199,26 +184,14 @@ def skipped_layers(run: Sequence[RankTrace], reference: RankTrace) -> list[str]:
     return [name.removeprefix("output of ") for name in outputs if name not in here]
 
 
-def _is_unused(entry: Activation, compared: Comparison, limit: float) -> bool:
-    """Return whether a value differs, and the loss does not depend on it: a head's of other tokens."""
-    is_constant = entry.gradient is not None and not bool(entry.gradient.any())
-    return is_constant and compared.largest > limit * magnitude(compared.expected)
-
-
-def _all_names(full: _Full) -> list[str]:
-    return full.parts[0].names
-
-
-def _by_tensor(reference: RankTrace) -> tuple[dict[str, _Full], dict[str, str]]:
-    """Return the reference's tensors by their first names, and the first name by each name."""
-    full: dict[str, _Full] = {}
+def _by_tensor(reference: RankTrace) -> tuple[dict[str, list[Activation]], dict[str, str]]:
+    """Return the microbatches of the reference's tensors by their first names, and the first name by each."""
+    full: dict[str, list[Activation]] = {}
     by_name: dict[str, str] = {}
     entries = [*reference.microbatches, *reference.activations]
     for entry in sorted(entries, key=lambda entry: entry.microbatch):
         key = by_name.get(entry.names[0], entry.names[0])
-        if key not in full:
-            full[key] = _Full(len(full), [])
-        full[key].parts.append(entry)
+        full.setdefault(key, []).append(entry)
         for name in entry.names:
             by_name.setdefault(name, key)
     return full, by_name

@@ -332,18 +332,13 @@ def _adds_up(comparisons: Sequence[Comparison], found: Comparison, judge: Judge,
         if each.samples == found.samples
         and each.starts == found.starts
         and each.value.shape == found.value.shape
-        and _elsewhere(each.trace, axis) == _elsewhere(trace, axis)
+        and {**each.trace.coordinates, axis: 0} == {**trace.coordinates, axis: 0}
     }
     if len(group) < 2:
         return False
     total = torch.stack([*group.values()]).sum(0)
     difference = float((total - found.expected).abs().max())
     return difference <= judge.limit * magnitude(found.expected)
-
-
-def _elsewhere(trace: RankTrace, axis: str) -> dict[str, int]:
-    """Return a rank's coordinates along the other axes."""
-    return {name: rank for name, rank in trace.coordinates.items() if name != axis}
 
 
 def _other_sample(found: Comparison, within: float) -> int | None:

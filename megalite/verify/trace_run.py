@@ -190,7 +190,7 @@ class ActivationRecorder(Reader):
         if self._microbatch is None or not isinstance(microbatch, Microbatch):
             return
         # Slices of the tokens have selected positions in an order of their own.
-        is_reordered = microbatch.label_positions is not None and stage.context.cp.size > 1
+        is_reordered = microbatch.label_positions is not None and stage.context.topology.positions.count > 1
         selected = ("labels", "loss_mask", "label_positions") if is_reordered else ()
         for each in fields(microbatch):  # a stage between the first and the last may get no tokens or labels
             value = getattr(microbatch, each.name)
@@ -297,8 +297,8 @@ class StepRecorder:
     def note_result(self, result: StepResult) -> None:
         """Record the terms of the loss over the global batch."""
         for name, loss in result.losses.items():
-            step = self._step("loss", name, torch.tensor(loss, dtype=torch.float64))
-            self.steps.append(step._replace(num_before=self.loss_collectives.stop))
+            total = torch.tensor(loss, dtype=torch.float64)
+            self._add("loss", name, total, num_before=self.loss_collectives.stop)
 
     def _note_divisors(self, result: tuple[Any, Mapping[str, float | Tensor]]) -> None:
         for unit, divisor in result[1].items():
@@ -342,8 +342,8 @@ class StepRecorder:
     def _note_complete(self, norm: Tensor) -> None:
         with self._collectives.paused():
             for name, spec in self._specs.items():
-                step = self._step("gradient", name, self._trainer.optimizer.gradient(name), spec)
-                self.steps.append(step._replace(num_before=self._num_before_norm))
+                gradient = self._trainer.optimizer.gradient(name)
+                self._add("gradient", name, gradient, spec, num_before=self._num_before_norm)
         self._add("norm", "the gradient norm", norm)
 
     def _note_parameter(
@@ -351,22 +351,21 @@ class StepRecorder:
     ) -> None:
         self._add(phase, name, value, self._specs[name], summed_over)
 
-    def _add(self, *arguments: Any, **named: Any) -> None:
-        self.steps.append(self._step(*arguments, **named))
-
-    def _step(
+    def _add(
         self,
         phase: str,
         name: str,
         value: Tensor,
         spec: ParameterSpec | None = None,
         summed_over: tuple[str, ...] = (),
-    ) -> StepTensor:
+        num_before: int | None = None,
+    ) -> None:
         spec = spec or ParameterSpec(tuple(value.shape))
         box = spec.box(self._trainer.topology)
         used = spec.used_shape[0] if spec.used_shape else 1
         value = value.detach().clone().cpu()
-        return StepTensor(phase, name, value, box, used, summed_over, len(self._collectives.found))
+        num_before = len(self._collectives.found) if num_before is None else num_before
+        self.steps.append(StepTensor(phase, name, value, box, used, summed_over, num_before))
 
 
 def _around(

@@ -69,7 +69,7 @@ def _slow_unless(is_core: bool) -> tuple[pytest.MarkDecorator, ...]:
     ],
 )
 def test_sequence_parallel(model: str, dtype: str, name: str, corpus: str) -> None:
-    assert Layout.parse(name).sp
+    assert "sp" in Layout.parse(name).switches
     run = run_in(name, config_of(model, dtype, corpus), NUM_ITERATIONS)
     assert not compare(run, reference(model, dtype, corpus)).excesses(TOLERANCES[dtype])
 

@@ -15,7 +15,7 @@ from megalite.observe import records
 from megalite.observe.record_unit import layer_kinds, record_unit
 from megalite.observe.records import kinds_of_layers, unit_record
 from megalite.observe.unit_record import EMBEDDING, HEAD, PhaseRecord, UnitKey, as_json, from_json
-from megalite.plan.own_program import model_of
+from megalite.plan.plan_request import model_of
 from megalite.utils.errors import UserError
 from tests.unit.observe import own_models
 

@@ -18,8 +18,7 @@ from megalite.plan.rank_memory import (
     choose_gathering,
     embedding_bytes,
     host_activations,
-    peaks_deferred,
-    peaks_in_flight,
+    peaks,
     rank_memories,
     stage_bytes,
 )
@@ -158,9 +157,7 @@ def test_offloaded_layers_hold_two_layers_and_what_deferred_gradients_need(
     """Leave of 16 elements those of linear layers' inputs for each microbatch with deferred gradients."""
     without, offloaded = (offloading(num, schedule, 4) for num in (0, 4))
     layer = stage_bytes(without, (0,))
-    for rank, (peak, deferred) in enumerate(
-        zip(peaks_in_flight(without), peaks_deferred(without), strict=True)
-    ):
+    for rank, (peak, deferred) in enumerate(zip(*peaks(without), strict=True)):
         assert rank_memories(without)[rank].activations == pytest.approx(4 * layer * peak)
         kept = 2 + 4 * deferred * linear_inputs
         assert rank_memories(offloaded)[rank].activations == pytest.approx(kept * layer, rel=2e-3)

@@ -11,8 +11,8 @@ import pytest
 
 from megalite.config import Config
 from megalite.plan.autotune import autotune
-from megalite.plan.own_program import model_of
 from megalite.plan.plan_report import answer
+from megalite.plan.plan_request import model_of
 from megalite.plan.trial import Length, Trial
 from megalite.plan.write_job import write_job
 from megalite.utils.errors import UserError
