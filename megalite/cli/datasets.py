@@ -142,12 +142,12 @@ def _print_summary(dataset: IndexedDataset, vocab_size: int | None) -> None:
 
 
 def _describe(dataset: IndexedDataset, summary: DatasetSummary) -> str:
-    mean = summary.num_tokens / max(1, summary.num_sequences)
+    mean = dataset.num_tokens / max(1, len(dataset))
     lines = (
         f"{dataset.prefix}",
-        f"  documents  {summary.num_documents:,}",
-        f"  sequences  {summary.num_sequences:,}, {summary.num_empty:,} of them empty",
-        f"  tokens     {summary.num_tokens:,} of type {dataset.dtype.name}, "
+        f"  documents  {dataset.num_documents:,}",
+        f"  sequences  {len(dataset):,}, {summary.num_empty:,} of them empty",
+        f"  tokens     {dataset.num_tokens:,} of type {dataset.dtype.name}, "
         f"ids {summary.min_token} to {summary.max_token}",
         f"  lengths    {summary.min_length:,} to {summary.max_length:,} tokens, {mean:,.1f} on average",
     )

@@ -115,11 +115,7 @@ class BatchLoader:
         return self._load(consumed, self._numbers(consumed, index, self.sample_ranks.rank), read_ahead)
 
     def load_for_replica(self, consumed: int, index: int, replica: int) -> Microbatch:
-        """Load a microbatch of the rank `replica` of those that read different samples; read nothing ahead.
-
-        Raises:
-            UserError: a sample is damaged; see `__call__`.
-        """
+        """Load a microbatch of another rank of those that read different samples; read nothing ahead."""
         numbers = self._numbers(consumed, index, replica)
         return self._load(consumed, numbers, None if self._prefetcher is None else self._read)
 
@@ -192,14 +188,7 @@ class Prefetcher:
         self._pool = ThreadPoolExecutor(1, "prefetch", initializer=_use_device, initargs=(device,))
 
     def take(self, numbers: npt.NDArray[np.int64], sequences_per_sample: int = 1) -> Microbatch:
-        """Return the microbatch of the samples with these numbers, in host memory.
-
-        Args:
-            sequences_per_sample: see `read_microbatch`.
-
-        Raises:
-            UserError: a sample is damaged.
-        """
+        """Return the microbatch of the samples with these numbers, in host memory; see `read_microbatch`."""
         count = sequences_per_sample
         read = self._reads.pop((int(numbers[0]), count), None) or self._pool.submit(
             self._read, numbers, count
@@ -241,7 +230,6 @@ def read_microbatch(
 
 
 def _on_host(microbatch: Microbatch, device: torch.device) -> Microbatch:
-    """Return the microbatch in host memory that `device` can copy from."""
     return microbatch.pin_memory() if device.type == "cuda" else microbatch
 
 
@@ -266,11 +254,7 @@ class DocumentAssigner:
     num_later: int
 
     def __call__(self, microbatch: Microbatch, sequences_per_sample: int = 1) -> Microbatch:
-        """Return the rank's tokens of a microbatch that was read, with all fields of a microbatch.
-
-        Args:
-            sequences_per_sample: into how many sequences each sample is cut.
-        """
+        """Return the rank's tokens of a microbatch that was read, with all fields of a microbatch."""
         whole = self.samples.marked(microbatch).in_sequences(sequences_per_sample)
         whole = whole.with_later_tokens(self.num_later)
         assert whole.document_ids is not None, "samples have no documents to assign"

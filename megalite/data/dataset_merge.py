@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from megalite.data.indexed_dataset import IndexedDataset, replace_dataset, write_index
+from megalite.data.indexed_dataset import IndexedDataset, blocks_of, replace_dataset, write_index
 from megalite.data.loss_mask import LOSS_MASK, LossMask, has_loss_mask
 from megalite.data.tokenizers.tokenizer_digest import (
     copy_tokenizer_digest,
@@ -71,11 +71,7 @@ def find_prefixes(names: Sequence[str]) -> list[str]:
 
 
 def _check_parts(prefixes: Sequence[str]) -> None:
-    """Check that all parts of a corpus are there if one is: parts count from 0, those of others also from 1.
-
-    Raises:
-        UserError: lists the missing parts of the first corpus that is not whole.
-    """
+    """Check that all parts of a corpus are there if one is; other programs count them from 1."""
     numbers: dict[tuple[str, int], set[int]] = {}
     for prefix in prefixes:
         for part in _PART.finditer(os.path.basename(prefix)):
@@ -168,11 +164,7 @@ def _check_types(sources: Sequence[IndexedDataset]) -> None:
 
 
 def _source_of_digest(prefixes: Sequence[str]) -> str | None:
-    """Return a dataset that has the tokenizer digest of all of them; None if one has no digest.
-
-    Raises:
-        UserError: two of them were made with different tokenizers.
-    """
+    """Return a dataset that has the tokenizer digest of all of them; None if one has no digest."""
     digests = {prefix: read_tokenizer_digest(prefix) for prefix in prefixes}
     known = {prefix: digest for prefix, digest in digests.items() if digest is not None}
     for prefix, digest in known.items():
@@ -184,11 +176,7 @@ def _source_of_digest(prefixes: Sequence[str]) -> str | None:
 
 
 def _loss_masks(sources: Sequence[IndexedDataset]) -> list[LossMask]:
-    """Return the loss masks of the datasets; empty if none of them has one.
-
-    Raises:
-        UserError: only some of them have one.
-    """
+    """Return the loss masks of the datasets; empty if none of them has one."""
     having = [source for source in sources if has_loss_mask(source.prefix)]
     if having and len(having) < len(sources):
         other = next(source for source in sources if source not in having)
@@ -200,13 +188,13 @@ def _loss_masks(sources: Sequence[IndexedDataset]) -> list[LossMask]:
 
 def _write_tokens(arrays: Sequence[npt.NDArray[Any]], stream: BinaryIO) -> None:
     for tokens in arrays:
-        for block in _blocks(tokens):
+        for block in blocks_of(tokens):
             stream.write(block.tobytes())
 
 
 def _lengths(sources: Sequence[IndexedDataset]) -> Iterator[npt.NDArray[Any]]:
     for source in sources:
-        yield from _blocks(source.sequence_lengths)
+        yield from blocks_of(source.sequence_lengths)
 
 
 def _counts(sources: Sequence[IndexedDataset]) -> Iterator[npt.NDArray[Any]]:
@@ -214,8 +202,3 @@ def _counts(sources: Sequence[IndexedDataset]) -> Iterator[npt.NDArray[Any]]:
     for source in sources:
         for first in range(0, source.num_documents, _BLOCK):
             yield np.diff(source.document_index[first : first + _BLOCK + 1])
-
-
-def _blocks(values: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:
-    for first in range(0, len(values), _BLOCK):
-        yield values[first : first + _BLOCK]

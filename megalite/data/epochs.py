@@ -108,10 +108,7 @@ class Coverage:
         """Compute the coverage from how the corpus's samples are cut and ordered.
 
         Args:
-            prefix: prefix of the corpus.
-            num_tokens: number of tokens in the part that is trained on.
             seq_length: S; S tokens of a sample are not in the previous one.
-            num_samples: number of samples drawn from it.
             num_built: number of samples that its order is built for, a few more; None for one epoch.
         """
         if num_tokens <= seq_length:

@@ -278,17 +278,11 @@ class GPTDataset:
         split_name: str = "train",
         cache: IndexCache | None = None,
     ) -> None:
-        """Cut the samples.
+        """Cut the samples; see `gpt_index`.
 
         Args:
-            indexed: the dataset.
-            sequences: the split's sequences.
-            num_samples: build at least this many; None for the samples of one epoch.
-            seq_length: S; a sample holds S + 1 tokens.
-            seed: seed of the order.
             vocab_size: if set, reading a sample with a token id beyond it raises.
             split_name: name of the split, for messages and file names of the cache.
-            cache: stores and maps the index; None to build it in memory.
         """
         self.indexed = indexed
         self._seq_length = seq_length
@@ -315,12 +309,7 @@ class GPTDataset:
         return len(self.index.shuffle_index)
 
     def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
-        """Return the index-th sample in the shuffled order.
-
-        Raises:
-            UserError: a token id is outside the vocabulary.
-            IndexError: there is no such sample.
-        """
+        """Return the index-th sample in the shuffled order; see `gather`."""
         return self.gather(np.array([index], np.int64))[0]
 
     def gather(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

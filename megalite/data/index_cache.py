@@ -178,9 +178,6 @@ def _map_array(path: Path, described: dict[str, Any]) -> tuple[npt.NDArray[Any],
     """Map the array of a .npy file.
 
     The description gives dtype and shape: the checksum covers them, but not the file's own header.
-
-    Raises:
-        ValueError: the file does not match its description.
     """
     dtype, shape = np.dtype(described["dtype"]), tuple(described["shape"])
     file = MappedBytes(str(path))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import struct
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -64,11 +64,7 @@ class IndexedDataset:
         self._bin = _open(bin_path)
         num_bytes = len(self._bin.array)
         index = _read_index(idx_path)
-        self.dtype = index.dtype
-        self.sequence_lengths = index.lengths
-        self.sequence_offsets = index.offsets
-        self.document_index = index.document_index
-        self._idx = index.file
+        self.dtype, self.sequence_lengths, self.sequence_offsets, self.document_index, self._idx = index
         _check_sequences(idx_path, bin_path, index, num_bytes)
         _check_documents(idx_path, index)
         self._tokens = self._bin.array.view(self.dtype)
@@ -78,11 +74,7 @@ class IndexedDataset:
         return len(self.sequence_lengths)
 
     def __getitem__(self, sequence: int) -> npt.NDArray[Any]:
-        """Return the tokens of one sequence.
-
-        Raises:
-            UserError: a file was changed since it was opened.
-        """
+        """Return the tokens of one sequence; check the files."""
         begin, length = int(self.sequence_offsets[sequence]), int(self.sequence_lengths[sequence])
         self._bin.fetch(begin, begin + length * self.dtype.itemsize)
         start = begin // self.dtype.itemsize
@@ -168,11 +160,7 @@ def _prefix_hint(path: str) -> str:
 
 
 def _read_header(path: str, raw: npt.NDArray[np.uint8]) -> tuple[np.dtype[Any], int, int]:
-    """Return the dtype of the tokens, the number of sequences, and the number of documents + 1.
-
-    Raises:
-        UserError: the file is not an .idx of version 1 with integer tokens.
-    """
+    """Return the dtype of the tokens, the number of sequences, and the number of documents + 1."""
     head = raw[: HEADER.size].tobytes()
     if head[: len(MAGIC)] != MAGIC:
         raise UserError(f"{path} is not an indexed dataset: it does not begin with {MAGIC!r}")
@@ -237,10 +225,6 @@ def _check_sequences(idx_path: str, bin_path: str, index: _Index, num_bytes: int
 
     Every writer of the format places them like this. The check finds every wrong offset: one flipped bit in
     a length or an offset contradicts the neighbouring sequence.
-
-    Raises:
-        UserError: a length is negative, an offset is not the end of the previous sequence, or the .bin has
-            another size.
     """
     itemsize, end = index.dtype.itemsize, 0
     for first in range(0, len(index.lengths), _BLOCK):
@@ -408,6 +392,12 @@ def write_index(
     for block in counts():
         stream.write((end + np.cumsum(block, dtype=np.int64)).astype("<i8", copy=False).tobytes())
         end += int(block.sum(dtype=np.int64))
+
+
+def blocks_of(values: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:
+    """Yield the values of a mapped array, a bounded number at a time."""
+    for first in range(0, len(values), _BLOCK):
+        yield values[first : first + _BLOCK]
 
 
 def replace_dataset(prefix: str, files: Mapping[str, str]) -> None:

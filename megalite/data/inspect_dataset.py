@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megalite.data.indexed_dataset import IndexedDataset
+from megalite.data.indexed_dataset import IndexedDataset, blocks_of
 from megalite.utils.errors import UserError
 
 _BLOCK = 1 << 20
@@ -31,9 +31,6 @@ class DatasetSummary:
             2**k - 1 tokens.
     """
 
-    num_sequences: int
-    num_documents: int
-    num_tokens: int
     num_empty: int
     min_length: int
     max_length: int
@@ -47,17 +44,13 @@ def summarize(dataset: IndexedDataset) -> DatasetSummary:
     lengths = dataset.sequence_lengths
     counts = np.zeros(33, np.int64)
     shortest, longest = 2**31, 0
-    for block in _blocks(len(lengths)):
-        part = lengths[block]
+    for part in blocks_of(lengths):
         exponents = np.frexp(part.astype(np.float64))[1]  # k where 2**(k-1) <= length < 2**k, and 0 for 0
         counts += np.bincount(exponents, minlength=len(counts))
         shortest, longest = min(shortest, int(part.min())), max(longest, int(part.max()))
     low, high = _token_range(dataset)
     dataset.check_files()
-    return DatasetSummary(
-        len(dataset), dataset.num_documents, dataset.num_tokens, int(counts[0]),
-        min(shortest, longest), longest, low, high, counts,
-    )  # fmt: skip
+    return DatasetSummary(int(counts[0]), min(shortest, longest), longest, low, high, counts)
 
 
 def find_problem(dataset: IndexedDataset, summary: DatasetSummary, vocab_size: int | None) -> str | None:
@@ -127,10 +120,7 @@ def _blocks(total: int) -> Iterator[slice]:
 
 
 def _token_range(dataset: IndexedDataset) -> tuple[int, int]:
-    ranges = [
-        (int(dataset.tokens[block].min()), int(dataset.tokens[block].max()))
-        for block in _blocks(dataset.num_tokens)
-    ]
+    ranges = [(int(block.min()), int(block.max())) for block in blocks_of(dataset.tokens)]
     return min((low for low, _ in ranges), default=0), max((high for _, high in ranges), default=0)
 
 

@@ -239,11 +239,7 @@ class CachedBytes(MappedBytes):
 
 
 def _check_owner(folder: Path) -> None:
-    """Check that no other user can write to the folder or its link target: they could change tokens.
-
-    Raises:
-        PermissionError: another user could.
-    """
+    """Check that no other user can write to the folder or its link target: they could change tokens."""
     if any(status.st_uid != os.getuid() for status in (folder.lstat(), folder.stat())):
         raise PermissionError(errno.EPERM, "the folder belongs to another user")
     if folder.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):

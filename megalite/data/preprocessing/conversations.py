@@ -182,11 +182,7 @@ class ConversationEncoder:
 
 
 def _render(template: ChatTemplate, conversation: Conversation) -> tuple[str, list[_Answer]]:
-    """Render a conversation, and find its answers in the text.
-
-    Raises:
-        ValueError: the template refuses or fails on the messages, or an answer cannot be found.
-    """
+    """Render a conversation, and find its answers in the text."""
     rendered = template.render(conversation.messages, conversation.tools)
     if not template.marks_answers:
         return rendered.text, _answers_between_prefixes(template, conversation, rendered.text)
@@ -199,11 +195,7 @@ def _render(template: ChatTemplate, conversation: Conversation) -> tuple[str, li
 
 
 def _answers_between_prefixes(template: ChatTemplate, conversation: Conversation, text: str) -> list[_Answer]:
-    """Find each answer as the text that the conversation has after it, and not yet before it.
-
-    Raises:
-        ValueError: the text of the first messages does not begin the text of the whole conversation.
-    """
+    """Find each answer as the text that the conversation has after it, and not yet before it."""
     messages, tools = conversation.messages, conversation.tools
     answers = []
     for i in range(conversation.first_answer, len(messages)):

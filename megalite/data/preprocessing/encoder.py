@@ -81,8 +81,10 @@ class Encoder:
         )
         self._eod = self._tokenizer.eod if job.append_eod else None
         # A chat template writes special tokens itself, and may end turns by the end-of-document token.
+        special: set[int] = set() if job.chat else special_ids(self._tokenizer)
         self._end = None if job.chat else end_of_document(self._tokenizer)
-        self._special = np.array([] if job.chat else sorted(special_ids(self._tokenizer)), np.int64)
+        self._special = sorted(special)
+        self._special_but_end = np.array(sorted(special - {self._end}), self._dtypes[0])
         self._unknown: int | None = self._tokenizer.unk
         self._split: Callable[[str], list[str]] | None = (
             sentence_splitter(job.sentence_language, job.keep_newlines) if job.sentence_language else None
@@ -196,10 +198,12 @@ class Encoder:
         packed = pack(documents, self._dtypes[k], self._eod)
         if self._unknown is not None and k < len(self._job.json_keys):
             column.num_unknown += int((packed.tokens == self._unknown).sum())
-        num_appended = 0 if self._eod is None else len(packed.sequences)
+        num_ends = 0
         if self._end is not None:
-            column.num_ends += int((packed.tokens == self._end).sum()) - num_appended
-        if np.isin(packed.tokens, self._special).sum() > num_appended:
+            num_appended = 0 if self._eod is None else len(packed.sequences)
+            num_ends = int(np.count_nonzero(packed.tokens == self._end)) - num_appended
+            column.num_ends += num_ends
+        if num_ends or (self._special_but_end.size and np.isin(packed.tokens, self._special_but_end).any()):
             self._count_special(column, documents, records)
         column.num_text_bytes += documents.num_text_bytes
         column.num_empty += len(documents.counts) - len(packed.sequences)

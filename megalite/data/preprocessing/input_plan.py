@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import BinaryIO, Protocol
+from typing import BinaryIO
 
 from megalite.data.preprocessing.compressed_readers import read_rows, row_group_sizes
 from megalite.data.preprocessing.documents import (
@@ -176,29 +176,14 @@ def _rest_of_paragraph(stream: BinaryIO, max_bytes: int, parts: list[bytes]) -> 
 _SCAN_BYTES = 1 << 20
 
 
-class InputPiece(Protocol):
-    """Part of the input that holds complete records.
-
-    Attributes:
-        num_input_bytes: size of this part of the files, before decompression.
-    """
-
-    @property
-    def num_input_bytes(self) -> int: ...
-
-    def records(self, job: PreprocessJob) -> Iterator[DocumentRecord]:
-        """Yield the records in order, numbered from the start of the piece if it starts inside a file."""
-        ...
-
-    @property
-    def checksum(self) -> int:
-        """Return a checksum of the contents if they are in memory, else 0; a resumed run compares it."""
-        ...
-
-
 @dataclass(frozen=True)
 class WholeFiles:
-    """One file, or several small files."""
+    """One file, or several small files.
+
+    Attributes:
+        num_input_bytes: size of this piece of the files, before decompression.
+        checksum: checksum of the contents if they are in memory, else 0; a resumed run compares it.
+    """
 
     files: tuple[str, ...]
     num_input_bytes: int
@@ -274,6 +259,10 @@ class ByteRange:
             while before > 0 and (data := stream.read(min(before, _SCAN_BYTES))):
                 number, before = number + data.count(b"\n"), before - len(data)
         return number
+
+
+InputPiece = WholeFiles | RowGroups | InputChunk | ByteRange
+"""Part of the input that holds complete records; inside a file they are numbered from the piece's start."""
 
 
 def locate(piece: InputPiece, number: int) -> int:

@@ -25,9 +25,8 @@ class PreprocessingProgress:
         num_empty: number of documents without a token under the key that has the fewest of them.
         num_input_bytes: bytes of input files read, before decompression.
         total_input_bytes: bytes of all input files; 0 if unknown, as for standard input.
-        num_resumed_bytes: part of `num_bytes` that an interrupted run had already done.
-        num_resumed_input_bytes: part of `num_input_bytes` that an interrupted run had already done.
-        num_resumed_tokens: part of `num_tokens` that an interrupted run had already done.
+        num_resumed_bytes, num_resumed_input_bytes, num_resumed_tokens: part of these that an interrupted run
+            had already done.
         seconds: seconds since the start.
     """
 

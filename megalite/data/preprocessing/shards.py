@@ -58,19 +58,21 @@ def pack(documents: EncodedDocuments, dtype: np.dtype[Any], eod: int | None) -> 
     document = np.repeat(np.arange(len(documents.counts)), documents.counts)
     counts = np.bincount(document[sizes > 0])
     counts = counts[counts > 0]
-    tokens = np.concatenate(documents.sequences)
+    parts = [ids for ids in documents.sequences if len(ids)]
+    if eod is not None:
+        end, is_last = np.array([eod], dtype), np.zeros(len(lengths), np.int64)
+        is_last[np.cumsum(counts) - 1] = 1
+        lengths += is_last
+        pairs = zip(parts, is_last.tolist(), strict=True)
+        parts = [part for ids, ends in pairs for part in ((ids, end) if ends else (ids,))]
+    tokens = np.concatenate(parts)
     if int(tokens.max()) > np.iinfo(dtype).max:
         raise UserError(
             f"token id {int(tokens.max())} does not fit into {dtype.name}, the type of the output"
         )
-    tokens = tokens.astype(dtype, copy=False)
-    if eod is not None:
-        last = np.cumsum(counts) - 1
-        tokens = np.insert(tokens, np.cumsum(lengths)[last], eod)
-        lengths[last] += 1
     if int(lengths.max()) > _MAX_LENGTH:
         raise UserError(f"a sequence of {int(lengths.max())} tokens is too long: at most {_MAX_LENGTH}")
-    return Column(tokens, lengths.astype(COUNTS), counts.astype(COUNTS))
+    return Column(tokens.astype(dtype, copy=False), lengths.astype(COUNTS), counts.astype(COUNTS))
 
 
 COUNTS = np.dtype("<i4")
@@ -212,24 +214,17 @@ def copy_range(source: int, target: int, offset: int, count: int) -> None:
 
     The kernel copies if it can; on some file systems it moves no data.
     """
-    for copy in (_copy_file_range, _read_and_write):
-        while count:
-            try:
-                done = copy(source, target, offset, count)
-            except OSError as error:
-                if error.errno not in _NOT_HERE or copy is _read_and_write:
-                    raise
-                break
-            assert done, "a shard is shorter than its extents"
-            offset, count = offset + done, count - done
-
-
-def _copy_file_range(source: int, target: int, offset: int, count: int) -> int:
-    copy: Callable[..., int] | None = getattr(os, "copy_file_range", None)
-    if copy is None:  # not available on this system
-        raise OSError(errno.ENOSYS, "no copy_file_range")
-    return copy(source, target, count, offset)
-
-
-def _read_and_write(source: int, target: int, offset: int, count: int) -> int:
-    return os.write(target, os.pread(source, min(count, _BLOCK), offset))
+    in_kernel: Callable[..., int] | None = getattr(os, "copy_file_range", None)
+    while count:
+        try:
+            if in_kernel is None:
+                done = os.write(target, os.pread(source, min(count, _BLOCK), offset))
+            else:
+                done = in_kernel(source, target, count, offset)
+        except OSError as error:
+            if in_kernel is None or error.errno not in _NOT_HERE:
+                raise
+            in_kernel = None
+            continue
+        assert done, "a shard is shorter than its extents"
+        offset, count = offset + done, count - done

@@ -70,7 +70,11 @@ class HuggingFaceTokenizer:
     def load(cls, name_or_path: str) -> HuggingFaceTokenizer:
         """Read a tokenizer.json: the file, its folder, or a name in Hugging Face's local cache."""
         path = _find_tokenizer_json(name_or_path)
-        library = _load_json(path)
+        tokenizers = _import_tokenizers()
+        try:
+            library = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises plain Exception
+            raise UserError(f"cannot read the tokenizer {path}: {first_line(error)}") from None
         _add_tokens_beside(path, library)
         return cls(library, str(path), _eos_token_beside(path, library), path)
 
@@ -235,22 +239,11 @@ def _find_in_cache(name: str) -> Path:
     return Path(found)
 
 
-def _load_json(path: Path) -> Any:
-    tokenizers = _import_tokenizers()
-    try:
-        return tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises plain Exception
-        raise UserError(f"cannot read the tokenizer {path}: {first_line(error)}") from None
-
-
 def _eos_token_beside(path: Path, library: Any) -> str | None:
     """Return the name of the end token in the files beside a tokenizer, in transformers' order.
 
     A special_tokens_map.json is of older versions: a tokenizer_config.json with added tokens replaces it. The
     last two files are the model's, and name ids; of several, the first ends documents.
-
-    Raises:
-        UserError: a file cannot be read, or names a token that is not in the vocabulary.
     """
     settings = json_object(path.with_name(_SETTINGS))
     older = {} if _ADDED in settings else json_object(path.with_name("special_tokens_map.json"))

