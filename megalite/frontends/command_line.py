@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -50,14 +50,8 @@ from megalite.utils.errors import ConfigError, one_line
 _HELP, _HELP_ALL = ("--help", "-h"), "--help-all"
 _OVERRIDE, _DEEPSPEED = "--override-flags", "--deepspeed-config"
 _PROGRAM_FLAGS = (
-    "--config",
-    "--preset",
-    "--print-config",
-    _OVERRIDE,
-    _DEEPSPEED,
-    *TOKEN_FLAGS,
-    *_HELP,
-    _HELP_ALL,
+    *("--config", "--preset", "--print-config", _OVERRIDE, _DEEPSPEED),
+    *(*TOKEN_FLAGS, *_HELP, _HELP_ALL),
 )
 _ALSO_SETS = {"--activations-checkpoint-method": ("--recompute-granularity", "full")}
 """Flags of earlier versions of Megatron-LM that set a second option."""
@@ -131,9 +125,9 @@ def parse_run(
         raise ConfigError([one_line(problem) for problem in (*diagnostics.problems, *of_config)])
     if any(flag.flag == "--print-config" for flag in flags):
         unset = unset_options(config, set_fields)
-        remark = "# The other options of the layout are chosen when the run starts.\n" if unset else ""
-        layers = "".join(f"# {line}\n" for line in layer_lines(config.model))
-        _print_and_exit(remark + to_yaml(config, unset) + layers)
+        remark = ["# The other options of the layout are chosen when the run starts."] if unset else []
+        layers = (f"# {line}" for line in layer_lines(config.model))
+        _print_and_exit([*remark, to_yaml(config, unset).removesuffix("\n"), *layers])
     return ParsedRun(config, [one_line(notice) for notice in diagnostics.notices], set_fields)
 
 
@@ -174,7 +168,8 @@ def _config(
     path = _program_value("--config", flags, diagnostics)
     from_file = {} if path is None else read_yaml(path, diagnostics)
     from_flags = list(_settings(flags, diagnostics))
-    deepspeed = _deepspeed_file(flags, diagnostics)
+    deepspeed_path = _program_value(_DEEPSPEED, flags, diagnostics)
+    deepspeed = None if deepspeed_path is None else DeepSpeedFile.read(deepspeed_path, diagnostics)
     if deepspeed is not None:
         from_deepspeed = deepspeed.settings(diagnostics)
         diagnostics.by_field([*from_file.values(), *from_deepspeed])  # report contradictions of the YAML file
@@ -201,12 +196,6 @@ def _config(
     changed = {name for name, value in config.values().items() if value != defaults[name]}
     passed = {name for name, setting in settings.items() if setting.value is not None}
     return with_token_counts(config, flags, diagnostics), frozenset(changed | passed)
-
-
-def _deepspeed_file(flags: Sequence[FlagTokens], diagnostics: Diagnostics) -> DeepSpeedFile | None:
-    """Return the file of --deepspeed_config, or None if there is none or it cannot be read."""
-    path = _program_value(_DEEPSPEED, flags, diagnostics)
-    return None if path is None else DeepSpeedFile.read(path, diagnostics)
 
 
 def _with_full_batch(config: Config) -> Config:
@@ -307,7 +296,11 @@ def _check_megatron_flags(flags: Sequence[FlagTokens], config: Config, diagnosti
     for flag in line.flags.values():
         is_own = flag.flag in fields_by_flag() or flag.flag in _PROGRAM_FLAGS
         if rule := REMARKS.get(flag.flag) if is_own else rule_of(flag.flag):
-            rule(flag, line, diagnostics)
+            try:
+                if notice := rule(flag, line):
+                    diagnostics.notices.append(notice)
+            except ValueError as problem:
+                diagnostics.add_problem(str(problem))
 
 
 def _world_size() -> int | None:
@@ -316,7 +309,7 @@ def _world_size() -> int | None:
     return int(text) if text.isdecimal() else None
 
 
-def _print_and_exit(text: str) -> None:
+def _print_and_exit(lines: Iterable[str]) -> None:
     if is_first_rank():
-        sys.stdout.write(text)
+        sys.stdout.writelines(f"{line}\n" for line in lines)
     raise SystemExit(0)

@@ -38,17 +38,8 @@ _EXAMPLES: Mapping[Architecture, tuple[str, str]] = {
 """Size of the model in the short help's example, and its flags for model and data."""
 
 
-def short_help(program: str, architecture: Architecture) -> str:
-    """Return the text of --help: an example, and the flags that most runs need."""
-    return "\n".join(_short_lines(program, architecture)) + "\n"
-
-
-def full_help(program: str) -> str:
-    """Return the text of --help-all: every flag, with its field's docstring and default."""
-    return "\n".join(_all_lines(program)) + "\n"
-
-
-def _short_lines(program: str, architecture: Architecture) -> Iterator[str]:
+def short_help(program: str, architecture: Architecture) -> Iterator[str]:
+    """Yield the lines of --help: an example, and the flags that most runs need."""
     yield from _usage(program)
     size, flags = _EXAMPLES[architecture]
     yield f"example, a model of {size} on 4 GPUs or on 4 processes of a laptop:"
@@ -80,7 +71,8 @@ def _usage(program: str) -> Iterator[str]:
     yield ""
 
 
-def _all_lines(program: str) -> Iterator[str]:
+def full_help(program: str) -> Iterator[str]:
+    """Yield the lines of --help-all: every flag, with its field's docstring and default."""
     yield from _usage(program)
     yield from _entry(
         ["--config FILE.yaml"], "Read settings from a YAML file, as --print-config writes them."

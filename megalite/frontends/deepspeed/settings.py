@@ -190,7 +190,7 @@ def _wrong(value: Any, expected: str) -> ValueError:
     return ValueError(f"is {shown(value)}: it must be {expected}")
 
 
-_TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
+_TYPES: Mapping[str, tuple[Any, str]] = {
     "bool": ((bool,), "true or false"),
     "float": ((int, float), "a number"),
     "int": ((int, float), "a whole number"),  # files have sizes such as 5e8

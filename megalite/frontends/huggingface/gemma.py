@@ -173,10 +173,6 @@ def _query_key_groups(place: Place) -> tuple[int, Sequence[int]]:
     return groups, rows[:2]
 
 
-def _has_values(spec: LayerSpec) -> bool:
-    return _has_keys(spec) and not _has_keys_as_values(spec)
-
-
 def _has_keys_as_values(spec: LayerSpec) -> bool:
     return spec.attention is not None and spec.attention.keys_as_values
 
@@ -233,7 +229,7 @@ GEMMA4 = replace(
     layer=(
         *(module for module in GEMMA2.layer if module.kind != "qkv"),
         *in_layers_that(
-            _has_values,
+            lambda spec: _has_keys(spec) and not _has_keys_as_values(spec),
             *(module for module in GEMMA2.layer if module.kind == "qkv"),
         ),
         *modules(_LAYER, _THEIR_LAYER, _QUERY_KEYS, only_in=_has_keys_as_values),

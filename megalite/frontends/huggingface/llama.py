@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megalite.config import LayerSpec, ModelConfig
+from megalite.config import ModelConfig
 from megalite.frontends.huggingface.family import HALVES, OUTPUT, QKV, VOCABULARY, Family, modules
 from megalite.frontends.huggingface.positions import (
     WINDOWS,
@@ -193,8 +193,9 @@ def _read_unrotated(hf: HFSettings, fields: Fields) -> Fields:
     return {"no_rope_freq": unrotated if any(unrotated) else None}
 
 
-def _is_rotated(spec: LayerSpec) -> bool:
-    return spec.attention is not None and spec.attention.rotary is not None
+def _write_unrotated(config: ModelConfig) -> Fields:
+    attention = (spec.attention for spec in config.layer_specs)
+    return {"no_rope_layers": [int(spec is not None and spec.rotary is not None) for spec in attention]}
 
 
 SMOLLM3 = replace(
@@ -204,10 +205,7 @@ SMOLLM3 = replace(
     rules=(
         *llama_like(32768, rotary=rotary(2000000.0), writes_head_dim=False),
         biases(mlp=None),
-        Rule(
-            _read_unrotated,
-            lambda config: {"no_rope_layers": [int(_is_rotated(spec)) for spec in config.layer_specs]},
-        ),
+        Rule(_read_unrotated, _write_unrotated),
         WINDOWS,
     ),
     tied=True,

@@ -72,10 +72,8 @@ def _check_attention_types(hf: HFSettings, _: Fields) -> Fields:
 
 
 def _read_minimax_rotary(hf: HFSettings, fields: Fields) -> Fields:
-    num_rotated = hf.get("rotary_dim")
-    if num_rotated is None:
-        return read_rotary(hf, 5000000.0, hf.get("partial_rotary_factor", 1.0))
-    return read_rotary(hf, 5000000.0, num_rotated / fields["kv_channels"])
+    num_rotated, share = hf.get("rotary_dim"), hf.get("partial_rotary_factor", 1.0)
+    return read_rotary(hf, 5000000.0, share if num_rotated is None else num_rotated / fields["kv_channels"])
 
 
 def _write_minimax_rotary(config: ModelConfig) -> Fields:

@@ -122,9 +122,15 @@ def latent_rotary_settings(
         length = "original_max_position_embeddings"
         if not has_yarn and length not in by_flags and getattr(model, length) == getattr(ModelConfig, length):
             fields[length] = _ORIGINAL_LENGTH
-    return {
-        name: _setting(name, value, passed, by_flags.get(name), diagnostics) for name, value in fields.items()
-    }
+    settings = {}
+    for name, value in fields.items():
+        flag = next(passed[each] for each in (*_SET_BY.get(name, ()), *passed) if each in passed)
+        setting = UserSetting(fields_by_flag()[flag_of(name)], value, flag.name, " ".join(flag.values))
+        other = by_flags.get(name)
+        if other is not None and other.value != value:
+            diagnostics.by_field([other, setting])
+        settings[name] = setting
+    return settings
 
 
 def _value_of(flag: FlagTokens, diagnostics: Diagnostics) -> Any:
@@ -165,21 +171,6 @@ _SET_BY = {
     "yarn_attention_factor": (_MSCALE,),
 }
 """The flags that set a field, the one with the same meaning first."""
-
-
-def _setting(
-    name: str,
-    value: Any,
-    passed: Mapping[str, FlagTokens],
-    of_user: UserSetting | None,
-    diagnostics: Diagnostics,
-) -> UserSetting:
-    """Return the setting of a field; report another value that the user passed for it."""
-    flag = next(passed[each] for each in (*_SET_BY.get(name, ()), *passed) if each in passed)
-    setting = UserSetting(fields_by_flag()[flag_of(name)], value, flag.name, " ".join(flag.values))
-    if of_user is not None and of_user.value != value:
-        diagnostics.by_field([of_user, setting])
-    return setting
 
 
 def _report_unused(
@@ -226,9 +217,9 @@ def with_token_counts(config: Config, flags: Sequence[FlagTokens], diagnostics: 
     tokens = {name: count for name in TOKEN_FLAGS if (count := _count(name, flags, diagnostics)) is not None}
     if not tokens:
         return config
-    if not _has_batches(
-        config
-    ):  # the rules of the config report errors, except that a length set by no other flag is fine
+    rules = (range_problems(config), ramp_up(config, None), batch_size_schedule(config, None))
+    if any(itertools.chain(*rules)):
+        # The rules of the config report these errors, but not that only the flags here set a length.
         if config.training.train_iters is None and config.training.train_samples is None:
             config = replace(config, training=replace(config.training, train_samples=max(tokens.values())))
         return config
@@ -238,12 +229,6 @@ def with_token_counts(config: Config, flags: Sequence[FlagTokens], diagnostics: 
     return _with_run_length(
         _in_samples(config, tokens, diagnostics), tokens.get("--train-tokens"), diagnostics
     )
-
-
-def _has_batches(config: Config) -> bool:
-    """Return whether the batch sizes and lengths are valid."""
-    rules = (range_problems(config), ramp_up(config, None), batch_size_schedule(config, None))
-    return not any(itertools.chain(*rules))
 
 
 def _count(name: str, flags: Sequence[FlagTokens], diagnostics: Diagnostics) -> int | None:

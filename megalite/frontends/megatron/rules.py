@@ -7,9 +7,9 @@ import itertools
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from megalite.config.arguments import Diagnostics, FlagTokens
+from megalite.config.arguments import FlagTokens
 from megalite.config.config import Config
 from megalite.config.option import flag_with_value
 from megalite.frontends import read_table
@@ -29,7 +29,8 @@ class CommandLine:
     flags: Mapping[str, FlagTokens]
 
 
-FlagRule = Callable[[FlagTokens, CommandLine, Diagnostics], None]
+FlagRule = Callable[[FlagTokens, CommandLine], str | None]
+"""Checks a flag: returns a notice to log, if there is one, or raises a `ValueError` with the problem."""
 
 
 class FlagGroup(NamedTuple):
@@ -53,22 +54,24 @@ class FlagGroup(NamedTuple):
 @functools.cache
 def flag_groups(table: str) -> tuple[FlagGroup, ...]:
     """Return the rows of a table of ``flags.yaml``."""
-    topics = read_table("megatron/flags.yaml")[table]
-    return tuple(_group(topic, row) for topic, rows in topics.items() for row in rows)
-
-
-def _group(topic: str, row: Mapping[str, Any]) -> FlagGroup:
     num_values = {"": 0, "1": 1, "*": None}
-    flags = (flag.partition("=") for flag in row.get("flags", "").split())
-    return FlagGroup(
-        topic,
-        {f"--{name}": num_values[values] for name, _, values in flags},
-        tuple(f"--{prefix}" for prefix in row.get("prefixes", "").split()),
-        row.get("why", ""),
-        row.get("feature", ""),
-        row.get("fix", ""),
-        tuple(row.get("accepts", "").split()),
-        row.get("of_experts", False),
+    topics = read_table("megatron/flags.yaml")[table]
+    return tuple(
+        FlagGroup(
+            topic,
+            {
+                f"--{name}": num_values[values]
+                for name, _, values in (flag.partition("=") for flag in row.get("flags", "").split())
+            },
+            tuple(f"--{prefix}" for prefix in row.get("prefixes", "").split()),
+            row.get("why", ""),
+            row.get("feature", ""),
+            row.get("fix", ""),
+            tuple(row.get("accepts", "").split()),
+            row.get("of_experts", False),
+        )
+        for topic, rows in topics.items()
+        for row in rows
     )
 
 
@@ -76,15 +79,18 @@ _ALWAYS_SO = "it is always so"
 _NEGATIONS = ("--no-", "--disable-")
 
 
+def _written(flag: FlagTokens) -> str:
+    return " ".join((flag.name, *flag.values))
+
+
 def _not_needed(why: str, num_values: int | None = 0) -> FlagRule:
     """Return the rule of a flag that requests the only behavior; it takes `num_values` values."""
 
-    def rule(flag: FlagTokens, line: CommandLine, diagnostics: Diagnostics) -> None:
+    def rule(flag: FlagTokens, line: CommandLine) -> str:
         if num_values is not None and len(flag.values) != num_values:
             wanted = "no value" if num_values == 0 else "one value"
-            diagnostics.add_problem(f"{flag.name} takes {wanted}, but got {' '.join(flag.values) or 'none'}")
-        else:
-            diagnostics.notices.append(f"{' '.join((flag.name, *flag.values))} is not needed: {why}")
+            raise ValueError(f"{flag.name} takes {wanted}, but got {' '.join(flag.values) or 'none'}")
+        return f"{_written(flag)} is not needed: {why}"
 
     return rule
 
@@ -92,15 +98,14 @@ def _not_needed(why: str, num_values: int | None = 0) -> FlagRule:
 def _only_off(accepted: tuple[str, ...], feature: str, fix: str) -> FlagRule:
     """Return the rule of a flag that is accepted with the values that turn its feature off."""
 
-    def rule(flag: FlagTokens, line: CommandLine, diagnostics: Diagnostics) -> None:
-        if flag.values and all(any(_is_same(value, off) for off in accepted) for value in flag.values):
-            _not_needed(_ALWAYS_SO, None)(flag, line, diagnostics)
-        else:
+    def rule(flag: FlagTokens, line: CommandLine) -> str:
+        if not flag.values or not all(any(_is_same(value, off) for off in accepted) for value in flag.values):
             found = " ".join(flag.values) or "no value"
-            diagnostics.add_problem(
+            raise ValueError(
                 f"{flag.name} only accepts {' or '.join(accepted)} in this version, not {found} "
                 f"({feature}): {fix}"
             )
+        return f"{_written(flag)} is not needed: {_ALWAYS_SO}"
 
     return rule
 
@@ -116,145 +121,127 @@ def _is_same(text: str, value: str) -> bool:
 def _unsupported(feature: FlagGroup) -> FlagRule:
     """Return the rule of an unsupported feature's flags."""
 
-    def rule(flag: FlagTokens, line: CommandLine, diagnostics: Diagnostics) -> None:
+    def rule(flag: FlagTokens, line: CommandLine) -> str:
         if feature.of_experts and not line.config.model.has_experts:
-            values = " ".join((flag.name, *flag.values))
-            diagnostics.notices.append(f"{values} has no effect: the model has no experts")
-        else:
-            diagnostics.add_problem(
-                f"{flag.name} ({feature.feature}) is not supported in this version: {feature.fix}"
-            )
+            return f"{_written(flag)} has no effect: the model has no experts"
+        raise ValueError(f"{flag.name} ({feature.feature}) is not supported in this version: {feature.fix}")
 
     return rule
 
 
-def _no_position_embedding(flag: FlagTokens, line: CommandLine, diagnostics: Diagnostics) -> None:
+def _no_position_embedding(flag: FlagTokens, line: CommandLine) -> str | None:
     kind = line.config.model.position_embedding_type
     if kind == "learned_absolute":
-        diagnostics.add_problem(
+        raise ValueError(
             f"{flag.name} does not say what replaces the position embedding: pass "
             "--position-embedding-type none, rope or alibi"
         )
-    else:
-        why = f"{flag_with_value('position_embedding_type', kind)} has no position embedding"
-        _not_needed(why)(flag, line, diagnostics)
+    why = f"{flag_with_value('position_embedding_type', kind)} has no position embedding"
+    return _not_needed(why)(flag, line)
 
 
-def _no_pipeline_parallel(flag: FlagTokens, line: CommandLine, diagnostics: Diagnostics) -> None:
+def _no_pipeline_parallel(flag: FlagTokens, line: CommandLine) -> str | None:
     stages = flag_with_value("pipeline_model_parallel_size", line.config.parallel.pp)
     if line.config.parallel.pp > 1:
-        diagnostics.add_problem(f"{flag.name} and {stages} contradict each other: remove one")
-    else:
-        _not_needed(f"{stages} has no pipeline")(flag, line, diagnostics)
+        raise ValueError(f"{flag.name} and {stages} contradict each other: remove one")
+    return _not_needed(f"{stages} has no pipeline")(flag, line)
 
 
-def _zero_stage(flag: FlagTokens, line: CommandLine, diagnostics: Diagnostics) -> None:
+def _zero_stage(flag: FlagTokens, line: CommandLine) -> str | None:
     """Warn users of BLOOM's scripts about a difference; the flag itself sets a field."""
-    if flag.values == ("0",) and line.config.model.params_dtype == "bf16":
-        diagnostics.notices.append(
-            f"{flag.name} 0: every data-parallel rank holds the whole optimizer state. BLOOM's bf16 "
-            "optimizer sharded it at stage 0 too: pass --zero-stage 1 to shard it"
-        )
+    if flag.values != ("0",) or line.config.model.params_dtype != "bf16":
+        return None
+    return (
+        f"{flag.name} 0: every data-parallel rank holds the whole optimizer state. BLOOM's bf16 "
+        "optimizer sharded it at stage 0 too: pass --zero-stage 1 to shard it"
+    )
 
 
-def _balance(flag: FlagTokens, line: CommandLine, diagnostics: Diagnostics) -> None:
+def _balance(flag: FlagTokens, line: CommandLine) -> str | None:
     """Report that a loss over each microbatch depends on its size."""
-    if flag.values == ("aux_loss",) and line.config.model.has_experts:
-        diagnostics.notices.append(
-            f"{flag.name} aux_loss depends on --micro-batch-size; seq_aux_loss and global_aux_loss do not"
-        )
+    if flag.values != ("aux_loss",) or not line.config.model.has_experts:
+        return None
+    return f"{flag.name} aux_loss depends on --micro-batch-size; seq_aux_loss and global_aux_loss do not"
 
 
-def _deepspeed(flag: FlagTokens, line: CommandLine, diagnostics: Diagnostics) -> None:
-    diagnostics.notices.append(
+def _deepspeed(flag: FlagTokens, line: CommandLine) -> str:
+    return (
         f"{flag.name} only adds Megatron-DeepSpeed's fields to the log line: megalite does not use "
         "DeepSpeed; --deepspeed_config reads settings from its file"
     )
 
 
-def _gradients_in_fp32(flag: FlagTokens, line: CommandLine, diagnostics: Diagnostics) -> None:
+def _gradients_in_fp32(flag: FlagTokens, line: CommandLine) -> str | None:
     dtype = line.config.parallel.grad_communication_dtype
     if dtype in ("bf16", "fp16"):
-        diagnostics.add_problem(
+        raise ValueError(
             f"{flag.name} and --grad-communication-dtype {dtype} contradict each other: remove one"
         )
-    else:
-        _not_needed("gradient sums and their communication are in fp32")(flag, line, diagnostics)
+    return _not_needed("gradient sums and their communication are in fp32")(flag, line)
 
 
-def _group_query_attention(flag: FlagTokens, line: CommandLine, diagnostics: Diagnostics) -> None:
+def _group_query_attention(flag: FlagTokens, line: CommandLine) -> str:
     if line.config.model.num_query_groups is None:
-        diagnostics.add_problem(f"{flag.name} needs --num-query-groups: pass it, or remove {flag.name}")
-    else:
-        diagnostics.notices.append(f"{flag.name} is not needed: --num-query-groups turns it on")
+        raise ValueError(f"{flag.name} needs --num-query-groups: pass it, or remove {flag.name}")
+    return f"{flag.name} is not needed: --num-query-groups turns it on"
 
 
-def _local_rank(flag: FlagTokens, line: CommandLine, diagnostics: Diagnostics) -> None:
+def _local_rank(flag: FlagTokens, line: CommandLine) -> None:
     """Compare --local-rank with LOCAL_RANK, since old launchers set both. LOCAL_RANK is used."""
     if " ".join(flag.values) != os.environ.get("LOCAL_RANK"):
-        diagnostics.add_problem(
+        raise ValueError(
             f"{flag.name} {' '.join(flag.values)} differs from LOCAL_RANK={os.environ.get('LOCAL_RANK', '')} "
             "in the environment, which takes precedence: start with torchrun, or set LOCAL_RANK"
         )
 
 
-def _use_mup(flag: FlagTokens, line: CommandLine, diagnostics: Diagnostics) -> None:
+def _use_mup(flag: FlagTokens, line: CommandLine) -> str | None:
     model = line.config.model
     if model.mup_base_width is None:
-        diagnostics.add_problem(
+        raise ValueError(
             f"{flag.name} needs --mup-base-width (--mup-base-hidden-size): pass the hidden size for which "
             "the hyperparameters were tuned"
         )
-    elif model.mup_base_head_dim is None and model.query_pre_attn_scalar is None:
-        diagnostics.add_problem(
+    if model.mup_base_head_dim is None and model.query_pre_attn_scalar is None:
+        raise ValueError(
             f"{flag.name} without --mup-base-head-dim: Megatron-LM divides scores by the head size, megalite "
             "by its root; pass --mup-base-head-dim 1 for Megatron-LM's scores, or the base model's head size"
         )
-    else:
-        _not_needed("--mup-base-width turns it on")(flag, line, diagnostics)
+    return _not_needed("--mup-base-width turns it on")(flag, line)
 
 
 def _latent_rotary(off: str) -> FlagRule:
     """Return the rule of a flag that sets fields in multi-latent attention, else accepted while off."""
-    fix = "pass --rope-scaling and --rope-scaling-factor"
-    without_latents = _only_off((off,), "YaRN by this flag", fix)
-
-    def rule(flag: FlagTokens, line: CommandLine, diagnostics: Diagnostics) -> None:
-        if not line.config.model.multi_latent_attention:
-            without_latents(flag, line, diagnostics)
-
-    return rule
+    without_latents = _only_off((off,), "YaRN by this flag", "pass --rope-scaling and --rope-scaling-factor")
+    return lambda flag, line: (
+        None if line.config.model.multi_latent_attention else without_latents(flag, line)
+    )
 
 
-def _flex_dispatcher(flag: FlagTokens, line: CommandLine, diagnostics: Diagnostics) -> None:
+def _flex_dispatcher(flag: FlagTokens, line: CommandLine) -> str | None:
     """Report what sends tokens in the place of DeepEP and HybridEP."""
-    if _is_flex(flag):
-        options = (line.flags[name] for name in _FLEX_OPTIONS if name in line.flags)
-        words = [word for each in (flag, *options) for word in (each.name, *each.values)]
-        diagnostics.notices.append(
-            f"{' '.join(words)}: tokens are sent as by alltoall, with the same results; DeepEP and HybridEP "
-            "are not used"
-        )
+    if not _is_flex(flag):
+        return None
+    options = (line.flags[name] for name in _FLEX_OPTIONS if name in line.flags)
+    return (
+        f"{' '.join(map(_written, (flag, *options)))}: tokens are sent as by alltoall, with the same "
+        "results; DeepEP and HybridEP are not used"
+    )
 
 
-def _flex_option(flag: FlagTokens, line: CommandLine, diagnostics: Diagnostics) -> None:
+def _flex_option(flag: FlagTokens, line: CommandLine) -> str | None:
     """Check an option of the flex dispatcher, which `_flex_dispatcher` reports."""
     values = " ".join(flag.values)
     if flag.flag == _FLEX_BACKEND and values not in ("deepep", "hybridep"):
-        diagnostics.add_problem(f"{flag.name} cannot be {values!r}: choose one of deepep, hybridep")
-    elif not any(each.flag == _DISPATCHER and _is_flex(each) for each in line.flags.values()):
-        diagnostics.notices.append(
-            f"{' '.join((flag.name, *flag.values))} has no effect: {_DISPATCHER} is not flex"
-        )
+        raise ValueError(f"{flag.name} cannot be {values!r}: choose one of deepep, hybridep")
+    if _DISPATCHER in line.flags and _is_flex(line.flags[_DISPATCHER]):
+        return None
+    return f"{_written(flag)} has no effect: {_DISPATCHER} is not flex"
 
 
 def _is_flex(flag: FlagTokens) -> bool:
     """Return whether the value of --moe-token-dispatcher-type is Megatron's flex."""
     return [value.lower() for value in flag.values] == ["flex"]
-
-
-def _converted(flag: FlagTokens, line: CommandLine, diagnostics: Diagnostics) -> None:
-    """Accept a flag that has set fields."""
 
 
 _DISPATCHER, _FLEX_BACKEND = "--moe-token-dispatcher-type", "--moe-flex-dispatcher-backend"
@@ -266,7 +253,7 @@ _FLEX_OPTIONS = (
     *("--moe-hybridep-pad-uneven-dispatch-inputs", "--moe-ncclep-zero-copy"),
 )
 _RULES: dict[str, FlagRule] = {
-    **dict.fromkeys(FSDP_FLAGS, _converted),
+    **dict.fromkeys(FSDP_FLAGS, lambda flag, line: None),  # they have set fields
     **dict.fromkeys(_FLEX_OPTIONS, _flex_option),
     **{flag: _latent_rotary(off) for flag, off in OFF_WITHOUT_LATENTS.items()},
     "--use-mup": _use_mup,

@@ -83,12 +83,16 @@ def test_context_parallel_ranks_that_do_not_fit_are_one_line(
     message = r"--cp 2 does not divide the number of ranks, 1: start 2 \(torchrun --nproc-per-node 2\)"
     with pytest.raises(UserError, match=message), start_ranks(flags, {}):
         pass
-    message = r"--cp 2 cuts a window into 4 slices.*--seq-length 18 .*length 20, or"
-    with Topology.fake(parallel.mesh, 2, 0) as topology, pytest.raises(UserError, match=message):
-        WindowOptions(18, 18, 1).check(Config(), topology)
     recurrent = {"recurrent_mixer": "gated_delta_net", "linear_num_key_heads": 3, "linear_num_value_heads": 3}
     heads = {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
     odd = replace(PRESETS["llama-tiny"], vocab_size=128, seq_length=7)  # of samples, not of prompts
     _check_layout(odd, flags, world_size=2)
     with pytest.raises(UserError, match="--linear-num-key-heads 3 with --cp 2"):
         _check_layout(replace(odd, **recurrent, **heads), flags, world_size=2)
+
+
+def test_a_window_that_ranks_cannot_cut_is_one_line() -> None:
+    mesh = ParallelConfig(context_parallel_size=2, cp_comm_type="p2p").mesh
+    message = r"--cp 2 cuts a window into 4 slices.*--seq-length 18 .*length 20, or"
+    with Topology.fake(mesh, 2, 0) as topology, pytest.raises(UserError, match=message):
+        WindowOptions(18, 18, 1).check(Config(), topology)
