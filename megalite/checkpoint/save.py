@@ -7,6 +7,7 @@ import heapq
 import json
 import os
 import shutil
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -93,20 +94,20 @@ def _cut(part: ParameterShard, start: int, end: int, topology: Topology) -> File
 
 
 def _divide(
-    parts: Mapping[str, ParameterShard], num_replicas: int, cut_bytes: int
+    parts: Mapping[str, ParameterShard | FilePiece], num_shares: int, cut_bytes: int
 ) -> list[list[tuple[str, int, int]]]:
-    """Return (name, start, end) for each replica, assigning the largest tensors first to the least loaded."""
+    """Return (name, start, end) for each share, assigning the largest tensors first to the smallest share."""
     sizes = {name: part.tensor.numel() * part.tensor.element_size() for name, part in parts.items()}
-    shares: list[list[tuple[str, int, int]]] = [[] for _ in range(num_replicas)]
-    loads = [(0, replica) for replica in range(num_replicas)]
+    shares: list[list[tuple[str, int, int]]] = [[] for _ in range(num_shares)]
+    loads = [(0, share) for share in range(num_shares)]
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
         numel, size = parts[name].tensor.numel(), sizes[name]
-        num_cuts = min(num_replicas, max(1, -(-size // cut_bytes)))
+        num_cuts = min(num_shares, max(1, -(-size // cut_bytes)))
         least = [heapq.heappop(loads) for _ in range(num_cuts)]
-        for number, (load, replica) in enumerate(least):
+        for number, (load, share) in enumerate(least):
             start, end = numel * number // num_cuts, numel * (number + 1) // num_cuts
-            shares[replica].append((name, start, end))
-            heapq.heappush(loads, (load + size * (end - start) // numel, replica))
+            shares[share].append((name, start, end))
+            heapq.heappush(loads, (load + size * (end - start) // numel, share))
     return shares
 
 
@@ -221,7 +222,10 @@ class Save:
 
         With a core for each, two files at once take as long as hashing one of them.
         """
-        files = _split_files(pieces)
+        files = [dict(pieces)] if pieces else []
+        if sum(piece.num_bytes for piece in pieces.values()) >= _SPLIT_BYTES:
+            shares = _divide(pieces, 2, sys.maxsize)
+            files = [{name: pieces[name] for name, *_ in share} for share in shares if share]
         names = [self.file_name]
         if len(files) > 1:
             stem = self.file_name.removesuffix(".safetensors")
@@ -280,16 +284,3 @@ def replace_text(file: Path, text: str, check: Callable[[], None] = lambda: None
     with replace_file(file, before_rename=check) as stream:
         stream.write(text.encode())
     sync_folder(file.parent)
-
-
-def _split_files(pieces: Mapping[str, FilePiece]) -> list[dict[str, FilePiece]]:
-    """Return the pieces of each file: one file, or two of about the same size if there are many bytes."""
-    if sum(piece.num_bytes for piece in pieces.values()) < _SPLIT_BYTES:
-        return [dict(pieces)] if pieces else []
-    files: list[dict[str, FilePiece]] = [{}, {}]
-    sizes = [0, 0]
-    for name in sorted(pieces, key=lambda name: (-pieces[name].num_bytes, name)):
-        smaller = int(sizes[1] < sizes[0])
-        files[smaller][name] = pieces[name]
-        sizes[smaller] += pieces[name].num_bytes
-    return [file for file in files if file]

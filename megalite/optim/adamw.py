@@ -134,6 +134,10 @@ class _Update(NamedTuple):
     weight_decay: float
     epsilon: float
 
+    def offloaded(self) -> OffloadedUpdate:
+        weight = self.state.main if self.state.rounded is None else self.state.rounded
+        return OffloadedUpdate(self.gradient, weight, *self.settings)
+
     @property
     def settings(self) -> tuple[float, float, float]:
         """Return learning rate, weight decay and epsilon."""
@@ -228,14 +232,7 @@ class AdamW:
             if update_others is not None:
                 update_others(divisor, is_good)
             if self.offload is not None and updates_host:
-                offloaded = [
-                    OffloadedUpdate(
-                        update.gradient,
-                        update.state.main if update.state.rounded is None else update.state.rounded,
-                        *update.settings,
-                    )
-                    for update in updates[:num_offloaded]
-                ]
+                offloaded = [update.offloaded() for update in updates[:num_offloaded]]
                 self.offload.start_update(offloaded, *on_host)
             self.num_steps += is_good
         return is_good

@@ -324,7 +324,8 @@ class GradReducer:
         self.groups = groups
         self.buffers = [buffer for group in groups for buffer in group]
         self.tied_buffer = tied_buffer
-        axes = [buffer.replicas for buffer in self._all_buffers()]
+        self._all_buffers = [*self.buffers, *([] if tied_buffer is None else [tied_buffer])]
+        axes = [buffer.replicas for buffer in self._all_buffers]
         has_replicas = any(axis.size > 1 for axis in axes)
         self.overlap = overlap or not has_replicas
         self.sum_tied_copies = sum_tied_copies
@@ -341,7 +342,8 @@ class GradReducer:
         is_on_gpu = any(buffer.bucket.weight.device.type == "cuda" for buffer in self.buffers)
         is_followed = any(axis.replicate for axis in axes) or on_complete is not None
         self._stream = torch.cuda.Stream() if is_on_gpu and is_followed else None
-        self._group_of = {id(buffer): number for number, group in enumerate(groups) for buffer in group}
+        grouped = zip(self._waiting, groups, strict=True)
+        self._waiting_of = {buffer: waiting for waiting, group in grouped for buffer in group}
         self._handles = [
             entry.parameter.register_post_accumulate_grad_hook(hook) for _, entry, hook in self._hooks()
         ]
@@ -365,7 +367,7 @@ class GradReducer:
     def begin(self, num_microbatches: int) -> None:
         """Start a new iteration, with one gradient per parameter and microbatch."""
         self.num_microbatches = num_microbatches
-        for buffer in self._all_buffers():
+        for buffer in self._all_buffers:
             buffer.begin()
             if self._is_zeroed(buffer):
                 buffer.complete()
@@ -401,12 +403,9 @@ class GradReducer:
     def _is_zeroed(self, buffer: GradientBuffer) -> bool:
         return self.graphs_add and not buffer.reduces_each_microbatch
 
-    def _all_buffers(self) -> list[GradientBuffer]:
-        return [*self.buffers, *([] if self.tied_buffer is None else [self.tied_buffer])]
-
     def _hooks(self) -> Iterator[tuple[GradientBuffer, BucketEntry, Callable[[Tensor], None]]]:
         """Yield each parameter's function to call when it has a new gradient."""
-        for buffer in self._all_buffers():
+        for buffer in self._all_buffers:
             for entry in buffer.bucket.entries:
                 yield buffer, entry, partial(self._on_gradient, buffer, entry)
 
@@ -420,7 +419,7 @@ class GradReducer:
             "more backward passes than passed to begin(): the bucket has already been reduced"
         )
         if self.overlap or buffer.reduces_each_microbatch:
-            waiting = self._waiting[self._group_of[id(buffer)]]
+            waiting = self._waiting_of[buffer]
             while waiting and waiting[0][0].num_ready >= waiting[0][1]:
                 self._start_next(waiting)
 

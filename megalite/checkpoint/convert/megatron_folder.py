@@ -20,7 +20,8 @@ from typing import Any
 from torch import Tensor
 
 from megalite.checkpoint.convert.foreign_files import SafetensorsFile, open_weights, read_name, read_pickled
-from megalite.checkpoint.convert.megatron_model import MegatronCheckpoint, flattened, our_name
+from megalite.checkpoint.convert.megatron_model import MegatronSource, flattened, our_name
+from megalite.checkpoint.convert.model_settings import Settings
 from megalite.utils.errors import UserError
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -41,11 +42,12 @@ def is_megatron(folder: Path) -> bool:
     )
 
 
-def find_in_megatron(folder: Path, iteration: int | None) -> MegatronCheckpoint:
+def open_megatron(folder: Path, iteration: int | None, settings: Settings) -> MegatronSource:
     """Open all of a checkpoint's files. Their tensors are memory-mapped, not read.
 
     Raises:
-        UserError: there is no such checkpoint, or one of its files is missing or cannot be read.
+        UserError: there is no such checkpoint, one of its files cannot be read, or megalite does not have the
+            model.
     """
     folder = _iteration_folder(folder, iteration)
     is_dcp = (folder / ".metadata").is_file() or any(folder.glob("*.distcp"))
@@ -57,7 +59,8 @@ def find_in_megatron(folder: Path, iteration: int | None) -> MegatronCheckpoint:
     states = _read_states(folder)
     first = states[0, 0]
     arguments = first.get("args")
-    return MegatronCheckpoint(
+    return MegatronSource(
+        settings,
         folder=str(folder),
         shards=shards_of(list(_chunks(states)), str(folder)),
         arguments=arguments if arguments is None or isinstance(arguments, Mapping) else vars(arguments),
@@ -166,11 +169,12 @@ def is_deepspeed(folder: Path) -> bool:
     return any(folder.glob("layer_*-model_*-model_states.*")) or any(folder.glob(f"{_STEP}*"))
 
 
-def find_in_deepspeed(folder: Path, iteration: int | None) -> MegatronCheckpoint:
+def open_deepspeed(folder: Path, iteration: int | None, settings: Settings) -> MegatronSource:
     """Open all of a checkpoint's layer files. Their tensors are memory-mapped, not read.
 
     Raises:
-        UserError: there is no such checkpoint, or one of its files is missing or cannot be read.
+        UserError: there is no such checkpoint, one of its files cannot be read, or megalite does not have the
+            model.
     """
     folder = _step_folder(folder, iteration)
     layers = _read_layers(folder)
@@ -179,7 +183,8 @@ def find_in_deepspeed(folder: Path, iteration: int | None) -> MegatronCheckpoint
         arguments, saved_iteration = _read_arguments(folder)
     except UserError as error:
         why_unread = str(error)
-    return MegatronCheckpoint(
+    return MegatronSource(
+        settings,
         folder=str(folder),
         shards=shards_of([_one_chunk(layers)], str(folder)),
         arguments=arguments,

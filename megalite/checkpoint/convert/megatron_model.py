@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -303,28 +303,15 @@ def _activation(arguments: Arguments) -> str:
     return "gelu" if tanh else "gelu_exact"
 
 
-@dataclass(frozen=True)
-class MegatronCheckpoint:
-    """Content of a Megatron checkpoint.
+class MegatronSource:
+    """Parameters of a Megatron checkpoint, whose shards are joined one parameter at a time.
 
-    Attributes:
+    Args:
         folder: the folder, for messages.
         shards: each parameter's shards on the tensor-parallel ranks, by our name.
         arguments: the run's arguments; None if the checkpoint does not hold them.
         version: version of the checkpoint's format.
         why_unread: why the arguments could not be read; empty if they are just missing.
-    """
-
-    folder: str
-    shards: Mapping[str, Sequence[Tensor]]
-    arguments: Mapping[str, Any] | None
-    version: float
-    iteration: int = 0
-    why_unread: str = ""
-
-
-class MegatronSource:
-    """Parameters of a Megatron checkpoint, whose shards are joined one parameter at a time.
 
     Raises:
         UserError: megalite does not have the model, or tensors are missing or unknown.
@@ -332,32 +319,39 @@ class MegatronSource:
 
     hugging_face = None
 
-    def __init__(self, checkpoint: MegatronCheckpoint, settings: Settings) -> None:
-        self._checkpoint = checkpoint
-        if _WORD not in checkpoint.shards:
-            raise UserError(f"{checkpoint.folder} lacks the word embeddings: are files missing?")
-        self.config = settings.applied(_config_of(checkpoint, settings))
+    def __init__(
+        self,
+        settings: Settings,
+        folder: str,
+        shards: Mapping[str, Sequence[Tensor]],
+        arguments: Arguments | None,
+        version: float,
+        iteration: int,
+        why_unread: str = "",
+    ) -> None:
+        self._folder, self._shards, self._version = folder, shards, version
+        if _WORD not in shards:
+            raise UserError(f"{folder} lacks the word embeddings: are files missing?")
+        self.config = settings.applied(self._base(settings, arguments, why_unread))
         if self.config.model.architecture != "gpt":
             raise UserError(
-                f"{checkpoint.folder}: a {self.config.model.architecture} of Megatron cannot be converted, "
-                "only a gpt: convert it to transformers' format with Megatron's tools"
+                f"{folder}: a {self.config.model.architecture} of Megatron cannot be converted, only a gpt: "
+                "convert it to transformers' format with Megatron's tools"
             )
         self._specs = parameters_of(self.config.model)
         self._check_names()
-        samples = (checkpoint.arguments or {}).get("consumed_train_samples", 0)
+        samples = (arguments or {}).get("consumed_train_samples", 0)
         is_count = type(samples) is int and 0 <= samples < 1 << 63
-        self.progress = TrainingProgress(checkpoint.iteration, samples if is_count else 0)
+        self.progress = TrainingProgress(iteration, samples if is_count else 0)
 
     def dtype_of(self, name: str) -> torch.dtype:
-        return self._checkpoint.shards[name][0].dtype
+        return self._shards[name][0].dtype
 
     def tensor(self, name: str) -> Tensor:
-        """Return one of our tensors, without the vocabulary's padding."""
-        shards = self._checkpoint.shards[name]
-        return join(name, shards, self._specs[name], self.config.model, self._checkpoint.version)
+        return join(name, self._shards[name], self._specs[name], self.config.model, self._version)
 
     def _check_names(self) -> None:
-        folder, shards = self._checkpoint.folder, self._checkpoint.shards
+        folder, shards = self._folder, self._shards
         if missing := sorted(self._specs.keys() - shards.keys()):
             raise UserError(f"{folder} lacks {few(missing)}: does the config belong to another model?")
         others = sorted(shards.keys() - self._specs.keys())
@@ -372,23 +366,21 @@ class MegatronSource:
         if others:
             raise UserError(f"{folder} has parameters that the config's model does not have: {few(others)}")
 
-
-def _config_of(checkpoint: MegatronCheckpoint, settings: Settings) -> Config:
-    """Return the config that the arguments describe, or the base config if the user's flags describe it."""
-    dtype = precision_of(checkpoint.shards[_WORD][0].dtype)
-    rows = sum(shard.shape[0] for shard in checkpoint.shards[_WORD])
-    if settings.describe_model:
-        return Config(model=ModelConfig(vocab_size=rows, params_dtype=dtype))
-    arguments = checkpoint.arguments
-    if arguments is None:
-        reason = checkpoint.why_unread or f"{checkpoint.folder} does not say which model it holds"
-        raise UserError(f"{reason}; pass the model's flags, such as --num-layers or --preset")
-    base, vocab_size = Config(), arguments.get("vocab_size")
-    if not isinstance(vocab_size, int) or not vocab_size:  # only newer versions save the unpadded size
-        vocab_size = rows
-    fields = model_of(arguments, base.model)
-    return replace(
-        base,
-        model=replace(base.model, **fields, vocab_size=vocab_size, params_dtype=dtype),
-        training=replace(base.training, **training_of(arguments)),
-    )
+    def _base(self, settings: Settings, arguments: Arguments | None, why_unread: str) -> Config:
+        """Return the config that the arguments describe, or an empty one if the user's flags describe it."""
+        dtype = precision_of(self._shards[_WORD][0].dtype)
+        rows = sum(shard.shape[0] for shard in self._shards[_WORD])
+        if settings.describe_model:
+            return Config(model=ModelConfig(vocab_size=rows, params_dtype=dtype))
+        if arguments is None:
+            reason = why_unread or f"{self._folder} does not say which model it holds"
+            raise UserError(f"{reason}; pass the model's flags, such as --num-layers or --preset")
+        base, vocab_size = Config(), arguments.get("vocab_size")
+        if not isinstance(vocab_size, int) or not vocab_size:  # only newer versions save the unpadded size
+            vocab_size = rows
+        fields = model_of(arguments, base.model)
+        return replace(
+            base,
+            model=replace(base.model, **fields, vocab_size=vocab_size, params_dtype=dtype),
+            training=replace(base.training, **training_of(arguments)),
+        )

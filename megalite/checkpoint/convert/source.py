@@ -13,12 +13,11 @@ from torch import Tensor
 from megalite.checkpoint.convert.foreign_files import check_index
 from megalite.checkpoint.convert.hf_folder import CONFIG_FILE, HFSource
 from megalite.checkpoint.convert.megatron_folder import (
-    find_in_deepspeed,
-    find_in_megatron,
     is_deepspeed,
     is_megatron,
+    open_deepspeed,
+    open_megatron,
 )
-from megalite.checkpoint.convert.megatron_model import MegatronSource
 from megalite.checkpoint.convert.model_settings import Settings, parameters_of
 from megalite.checkpoint.convert.tokenizer_files import TOKENIZER, files_of, model_beside, tokenizer_in
 from megalite.checkpoint.folder import iterations_in, list_checkpoints
@@ -156,16 +155,8 @@ def _open_hf(folder: Path, iteration: int | None, settings: Settings) -> Convers
 KINDS: Mapping[str, SourceKind] = {
     "megalite": SourceKind("megalite", _is_megalite, MegaliteSource),
     "hf": SourceKind("Hugging Face", lambda folder: (folder / CONFIG_FILE).is_file(), _open_hf),
-    "megatron": SourceKind(
-        "Megatron-LM",
-        is_megatron,
-        lambda folder, iteration, settings: MegatronSource(find_in_megatron(folder, iteration), settings),
-    ),
-    "megatron-deepspeed": SourceKind(
-        "Megatron-DeepSpeed",
-        is_deepspeed,
-        lambda folder, iteration, settings: MegatronSource(find_in_deepspeed(folder, iteration), settings),
-    ),
+    "megatron": SourceKind("Megatron-LM", is_megatron, open_megatron),
+    "megatron-deepspeed": SourceKind("Megatron-DeepSpeed", is_deepspeed, open_deepspeed),
 }
 """Kinds of folders that can be converted, by their name for --from."""
 
