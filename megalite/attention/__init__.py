@@ -1,1 +1,1 @@
-"""The transformer: GPT, BLOOM and Llama are settings of one model, and BERT shares its layers."""
+"""Attention: kernels, their algebra, exchanges between ranks, and the core that a stage's layers share."""

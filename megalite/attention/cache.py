@@ -62,7 +62,12 @@ class CachedCore(StageCore):
             assert context.ring is not None and context.head_ranks is None, "the first piece needs a ring"
             self.is_plain = True
             self.slopes = local_slopes(config, context)
-            self.ring_kernel = _ring_kernel(config, context)
+            # Padding is hidden like other documents. The latents of a head are too wide for other kernels.
+            self.ring_kernel: BlockKernel = (
+                PlainKernel(config, context)
+                if config.multi_latent_attention
+                else fastest_kernel(config, replace(context, has_documents=True))
+            )
         self.layers: dict[int, CachedLayer] = {}
         self.states: dict[int, RecurrentState] = {}
         self.begin(0)
@@ -310,10 +315,3 @@ def _merged(out: Tensor, log_sums: Tensor, ranks: Axis) -> tuple[Tensor, Tensor]
     for other in others:
         merge_(whole, sums, other[..., :-1], other[..., -1])
     return whole, sums
-
-
-def _ring_kernel(config: ModelConfig, context: LayerContext) -> BlockKernel:
-    """Return the fastest kernel of a ring that supports padding, which it hides like other documents."""
-    if config.multi_latent_attention:  # the latents of a head are too wide for the other kernels
-        return PlainKernel(config, context)
-    return fastest_kernel(config, replace(context, has_documents=True))

@@ -72,7 +72,7 @@ class Case:
     @property
     def has_blocks(self) -> bool:
         """Return whether attention is computed in blocks, since a rank has slices of the queries."""
-        return self.context.has_ring or self.context.gathers_keys
+        return self.context.ring is not None or self.context.gathers_keys
 
 
 class Backend(NamedTuple):
@@ -273,7 +273,7 @@ def preference(case: Case) -> tuple[str, ...]:
     these kernels need a bias in memory; our Triton kernel does not. FlexAttention is not included until it
     is measured. Device meta is treated as a GPU.
     """
-    if case.context.has_ring or (case.context.gathers_keys and case.device != "cpu"):
+    if case.context.ring is not None or (case.context.gathers_keys and case.device != "cpu"):
         return "flash", "triton", "unfused"
     if case.device == "cpu":
         is_long = case.config.seq_length >= _LONG_WITH_BIAS

@@ -24,7 +24,6 @@ from megalite.attention.positions import (
     local_slopes,
 )
 from megalite.attention.ring import GatheredKeys, Ring, slices_of_ranks
-from megalite.batch.document_assignment import Assignment
 from megalite.batch.microbatch import Microbatch
 from megalite.config import AttentionSpec, ModelConfig
 from megalite.config.model.rope import RotarySpec
@@ -54,7 +53,7 @@ class LayerCore:
         self.slopes, self.cap = local_slopes(config, context), config.attn_logit_softcapping
         self.access, self.ranks = KEY_ACCESS[context.layer_cp_comm_type], KeyRanks.of(context)
         self.attend = _attend_whole
-        if context.has_ring:
+        if context.ring is not None:
             self.attend = _attend_in_ring
         elif context.gathers_keys:
             self.attend = _attend_slices if kernel.attends_slices else _attend_gathered
@@ -216,13 +215,11 @@ class StageCore:
             window: keys._replace(assignments=assignments)
             for window, keys in self.visible_keys((b, s), None, self.windows).items()
         }
-        order = self._rank_order(assignments) if has_recurrent else None
+        order = None
+        if has_recurrent:
+            of_ranks = ([run.positions for runs in each.ranks for run in runs] for each in assignments)
+            order = torch.stack([range_positions(runs, self.context.device) for runs in of_ranks], dim=1)
         return PositionInfo(visible, angles, factors, starts, rank_order=order)
-
-    def _rank_order(self, assignments: Sequence[Assignment]) -> Tensor:
-        """Return the positions of all ranks' tokens in each sample, ``[s, b]``."""
-        of_ranks = ([run.positions for runs in each.ranks for run in runs] for each in assignments)
-        return torch.stack([range_positions(runs, self.context.device) for runs in of_ranks], dim=1)
 
     def query_factors(self, seq_length: int, position_ids: Tensor | None) -> Tensor | None:
         """Return the factors of this rank's queries of `PositionInfo`.

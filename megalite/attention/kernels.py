@@ -25,7 +25,8 @@ from megalite.attention.algebra import Block, MergedAttention, attend_slices
 from megalite.attention.positions import distance_bias, local_slopes
 from megalite.config import ModelConfig
 from megalite.kernels import CausalSoftmax, VisibleKeys, flash_attention, sink_factors
-from megalite.kernels.flash_attention import AttentionToKeys
+from megalite.kernels.flash_attention import operands
+from megalite.kernels.packed_heads import gradients_of
 from megalite.tensor_parallel.parameter_spec import LayerContext
 from megalite.utils import torch_private
 
@@ -129,7 +130,7 @@ class SdpaKernel(BlockKernel):
 
     def translate(self, visible: VisibleKeys, s: int) -> VisibleKeys:
         """Return the keys as a bias, unless they are those of all queries in causal attention."""
-        if self.context.has_ring or self.context.gathers_keys:
+        if self.context.ring is not None or self.context.gathers_keys:
             return visible  # attention is computed in blocks
         is_causal = visible.starts is None and visible.ends is None
         if is_causal and not self.has_bias:
@@ -231,8 +232,8 @@ class TritonKernel(BlockKernel):
         """Compute a block; see `BlockKernel`."""
         size = v.shape[3]
         q, k, v = _of_one_size(q, k, v)
-        attention = AttentionToKeys(q, k, v, softmax, block.queries.start, block.keys.start)
-        out, log_sums = attention.forward()
+        rest = operands(softmax, block.queries.start, block.keys.start)
+        out, log_sums = torch.ops.megalite.flash_attention(q, k, v, *rest)
         return out[..., :size].to(log_sums.dtype), log_sums
 
     def backward(
@@ -240,8 +241,11 @@ class TritonKernel(BlockKernel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute the gradients of a block, in the dtype of `q`; see `BlockKernel`."""
         grad, out, queries, keys, values = _of_one_size(whole.grad, whole.out, q, k, v)
-        attention = AttentionToKeys(queries, keys, values, softmax, block.queries.start, block.keys.start)
-        grad_q, grad_k, grad_v = attention.backward(grad, out, whole.log_sums.contiguous())
+        operator = torch.ops.megalite.flash_attention_backward
+        rest = operands(softmax, block.queries.start, block.keys.start)
+        grad_q, grad_k, grad_v = gradients_of(
+            operator(grad, queries, keys, values, out, whole.log_sums.contiguous(), *rest)
+        )
         return grad_q[..., : q.shape[3]], grad_k[..., : k.shape[3]], grad_v[..., : v.shape[3]]
 
 

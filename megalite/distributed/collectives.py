@@ -18,7 +18,7 @@ gradient. Partial values add up to the full one. Each function takes one kind an
 backward converts the gradient in the other direction. docs/python_api.md has examples.
 
 The `start_` functions are collectives without autograd. They overlap with the caller's computation until the
-caller calls `wait` on the result.
+caller calls `wait` on the result. `of` names the tensor for the report of a hang.
 """
 
 from __future__ import annotations
@@ -202,11 +202,7 @@ def start_all_reduce(x: Tensor, axis: Axis) -> Pending:
 
 
 def start_all_gather(x: Tensor, axis: Axis, *, of: str = "") -> Pending:
-    """Start an all-gather over the first dim: ``[s / size, ...]`` -> ``[s, ...]``.
-
-    Args:
-        of: name of `x` for the report of a hang.
-    """
+    """Start an all-gather over the first dim: ``[s / size, ...]`` -> ``[s, ...]``."""
     if axis.size == 1:
         return Pending(x, None)
     whole = x.new_empty(axis.size * x.shape[0], *x.shape[1:])
@@ -215,11 +211,7 @@ def start_all_gather(x: Tensor, axis: Axis, *, of: str = "") -> Pending:
 
 
 def start_reduce_scatter(x: Tensor, axis: Axis, *, of: str = "") -> Pending:
-    """Start a reduce-scatter over the first dim: ``[s, ...]`` -> ``[s / size, ...]``.
-
-    Args:
-        of: name of `x` for the report of a hang.
-    """
+    """Start a reduce-scatter over the first dim: ``[s, ...]`` -> ``[s / size, ...]``."""
     if axis.size == 1:
         return Pending(x, None)
     mine = x.new_empty(x.shape[0] // axis.size, *x.shape[1:])
@@ -233,7 +225,6 @@ def start_shift(x: Tensor, num_received: int, distance: int, axis: Axis, *, of: 
     Args:
         num_received: number of elements from the rank `distance` places before this one. Without elements
             there is no message.
-        of: name of the tensor for the report of a hang.
     """
     received = x.new_empty(num_received)
     to, source = ((axis.rank + step) % axis.size for step in (distance, -distance))
@@ -247,11 +238,7 @@ def start_shift(x: Tensor, num_received: int, distance: int, axis: Axis, *, of: 
 
 
 def flat_all_gather(whole: Tensor, mine: Tensor, axis: Axis, *, of: str = "") -> Pending:
-    """Start an all-gather of the ranks' flat `mine` into `whole`; `mine` can be a part of `whole`.
-
-    Args:
-        of: name of the tensor for the report of a hang.
-    """
+    """Start an all-gather of the ranks' flat `mine` into `whole`; `mine` can be a part of `whole`."""
     work = all_gather_single(whole, mine, group=axis.group, async_op=True)
     return Pending(whole, work, axis, "all-gather", of)
 
@@ -270,7 +257,6 @@ def start_all_to_all(
     Args:
         send_sizes: number of elements for each rank of the axis.
         receive_sizes: number of elements from each rank.
-        of: name of `x` for the report of a hang.
     """
     if axis.size == 1:
         return Pending(x, None)
@@ -290,11 +276,7 @@ def all_to_all(
 def all_reduce(
     x: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, *, of: str = ""
 ) -> Tensor:
-    """Reduce `x` in place over the axis, without autograd, and return it.
-
-    Args:
-        of: name of `x` for the report of a hang.
-    """
+    """Reduce `x` in place over the axis, without autograd, and return it."""
     if axis.size > 1:
         axis.wait_begins("all-reduce", of)
         dist.all_reduce(x, op=op, group=axis.group)

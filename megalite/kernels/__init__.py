@@ -1,13 +1,18 @@
 """Define the operators, one per file: schema, fake implementation, autograd, plain PyTorch reference."""
 
-from megalite.kernels.activations import bias_gelu, bias_swiglu
+from megalite.kernels.activations import (
+    bias_gelu,
+    bias_swiglu,
+    gelu_linear_backward,
+    has_linear_gelu,
+    linear_gelu,
+)
 from megalite.kernels.adamw import adamw_
 from megalite.kernels.cross_entropy import cross_entropy_gradient_, cross_entropy_statistics
 from megalite.kernels.dropout import dropout
 from megalite.kernels.dropout_add import ResidualSum, bias_dropout_add
 from megalite.kernels.flash_attention import flash_attention
 from megalite.kernels.library import implementation, is_compiled
-from megalite.kernels.linear_gelu import gelu_linear_backward, has_linear_gelu, linear_gelu
 from megalite.kernels.norm import layer_norm, layer_norm_on, rms_norm, rms_norm_on
 from megalite.kernels.philox import fill_normal_, site_key
 from megalite.kernels.recurrence import recurrence, recurrence_problem

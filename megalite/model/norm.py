@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from megalite.config import ModelConfig
 from megalite.distributed.collectives import copy_to_tensor_parallel, reduce_from_tensor_parallel
 from megalite.kernels import ResidualSum, layer_norm_on, rms_norm_on
+from megalite.kernels.norm import NormFunctions
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_parameter
 from megalite.utils.wrapping import wrap_point
 
 
-class LayerNorm(nn.Module):
-    """Computes (x - mean) / sqrt(var + epsilon) * weight + bias over the last dim (Ba et al. 2016).
+class _Norm(nn.Module):
+    """Base class of the norms over the last dim.
 
     Args:
         with_residual: forward returns ``(norm(x), x)``. If a residual connection uses this x, the norm's
@@ -32,36 +33,8 @@ class LayerNorm(nn.Module):
         width: normalize vectors ``[s, b, width]`` instead of hidden states.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        context: LayerContext,
-        with_residual: bool = False,
-        head_dim: int | None = None,
-        width: int | None = None,
-    ) -> None:
-        super().__init__()
-        self.epsilon = config.norm_epsilon
-        self.weight, self.scale = _scale(config, context, head_dim, width)  # [h]
-        shift = ParameterSpec(tuple(self.weight.shape), decay=False)
-        self.bias = new_parameter(shift, context, used_by_cut_heads=head_dim is not None)  # [h]
-        functions = layer_norm_on(context.device.type)
-        self.normalize = functions.with_residual if with_residual else functions.alone
-        self.normalize_sum = functions.norm_of_sum
-
-    @wrap_point
-    def forward(self, x: Tensor | ResidualSum) -> Tensor | tuple[Tensor, Tensor]:
-        """Normalize ``[s, b, h]``."""
-        normalize = self.normalize_sum if isinstance(x, ResidualSum) else self.normalize
-        return normalize(x, self.scale(self.weight), self.bias, self.epsilon)
-
-
-class RMSNorm(nn.Module):
-    """Computes x / sqrt(mean(x^2) + epsilon) * weight over the last dim (Zhang and Sennrich 2019).
-
-    Args:
-        with_residual, head_dim, width: see `LayerNorm`.
-    """
+    functions_on: Callable[[str], NormFunctions]
+    has_bias: bool
 
     def __init__(
         self,
@@ -74,7 +47,11 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.epsilon = config.norm_epsilon
         self.weight, self.scale = _scale(config, context, head_dim, width)  # [h]
-        functions = rms_norm_on(context.device.type)
+        self.bias = None
+        if self.has_bias:
+            shift = ParameterSpec(tuple(self.weight.shape), decay=False)
+            self.bias = new_parameter(shift, context, used_by_cut_heads=head_dim is not None)  # [h]
+        functions = self.functions_on(context.device.type)
         self.normalize = functions.with_residual if with_residual else functions.alone
         self.normalize_sum = functions.norm_of_sum
 
@@ -82,7 +59,22 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor | ResidualSum) -> Tensor | tuple[Tensor, Tensor]:
         """Normalize ``[s, b, h]``."""
         normalize = self.normalize_sum if isinstance(x, ResidualSum) else self.normalize
-        return normalize(x, self.scale(self.weight), self.epsilon)
+        shift = () if self.bias is None else (self.bias,)
+        return normalize(x, self.scale(self.weight), *shift, self.epsilon)
+
+
+class LayerNorm(_Norm):
+    """Computes (x - mean) / sqrt(var + epsilon) * weight + bias over the last dim (Ba et al. 2016)."""
+
+    functions_on = staticmethod(layer_norm_on)
+    has_bias = True
+
+
+class RMSNorm(_Norm):
+    """Computes x / sqrt(mean(x^2) + epsilon) * weight over the last dim (Zhang and Sennrich 2019)."""
+
+    functions_on = staticmethod(rms_norm_on)
+    has_bias = False
 
 
 def _scale(
@@ -91,7 +83,7 @@ def _scale(
     """Return the weight of a norm, and the function that maps it to the norm's factors.
 
     Args:
-        head_dim, width: see `LayerNorm`.
+        head_dim, width: see `_Norm`.
     """
     size = head_dim or width or config.hidden_size
     mean, factors = (0.0, _plus_one) if config.zero_centered_norms else (1.0, _itself)

@@ -94,30 +94,24 @@ def recompute_core(core: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return a mixer's core that keeps its floating-point tensors alone, for `wrap`."""
 
     def run(*arguments: Any) -> Tensor:
-        kept = [
-            number
+        kept = {
+            number: each
             for number, each in enumerate(arguments)
             if isinstance(each, Tensor) and each.is_floating_point()
-        ]
-
+        }
         # The closure must not hold the kept tensors: their storages may be offloaded or released.
-        others = [None if number in kept else each for number, each in enumerate(arguments)]
-        result: Tensor = recompute(
-            partial(_core_with, core, others, kept), *(arguments[number] for number in kept)
-        )
+        others, numbers = [None if number in kept else each for number, each in enumerate(arguments)], [*kept]
+
+        def core_with(*tensors: Tensor) -> Tensor:
+            again = [*others]
+            for number, each in zip(numbers, tensors, strict=True):
+                again[number] = each
+            return core(*again)
+
+        result: Tensor = recompute(core_with, *kept.values())
         return result
 
     return run
-
-
-def _core_with(
-    core: Callable[..., Tensor], others: Sequence[Any], kept: Sequence[int], *tensors: Tensor
-) -> Tensor:
-    """Call a mixer's core with the kept tensors at their places among its other arguments."""
-    arguments = [*others]
-    for number, each in zip(kept, tensors, strict=True):
-        arguments[number] = each
-    return core(*arguments)
 
 
 def recompute_first(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -168,7 +168,7 @@ class ScheduleRun(Generic[M]):
         output, terms, _ = WithTerms.of_last(result) if self._is_last(action) else WithTerms.of(result)
         if training:
             terms = {
-                name: LossTerm(term.value(self._divisor(name, term.per)), term.per)
+                name: LossTerm(term.value(divisor_of(name, term.per, self._divisors)), term.per)
                 for name, term in terms.items()
             }
             edge = None if output is None else get_gradient_edge(output)
@@ -178,9 +178,6 @@ class ScheduleRun(Generic[M]):
             detached = {name: term._replace(total=term.total.detach()) for name, term in terms.items()}
             self.terms[number] = add_terms(self.terms.get(number, {}), detached)
         return None if output is None else output.detach()
-
-    def _divisor(self, name: str, per: str) -> float | Tensor:
-        return divisor_of(name, per, self._divisors)
 
     def _microbatch(self, action: Action) -> M:
         """Return the microbatch; it is loaded for this rank's first chunk and kept until the last."""

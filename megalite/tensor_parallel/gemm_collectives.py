@@ -336,15 +336,12 @@ def _problem_of_symmetric_memory(tp: Axis, device: torch.device, dtype: torch.dt
         return "the group spans several nodes"
     if len({number for _, number in places}) < tp.size:
         return "each rank sees only its own GPU (CUDA_VISIBLE_DEVICES)"
-    problem = "" if _accesses_all(device, [number for _, number in places]) else "a GPU cannot access another"
-    if not problem:
+    others = [number for _, number in places if number != device.index]
+    if all(torch.cuda.can_device_access_peer(device, number) for number in others):
         problem = trial_problem(tp, device, dtype)
+    else:
+        problem = "a GPU cannot access another"
     return _first_problem(problem, tp)
-
-
-def _accesses_all(device: torch.device, numbers: list[int]) -> bool:
-    others = (number for number in numbers if number != device.index)
-    return all(torch.cuda.can_device_access_peer(device, number) for number in others)
 
 
 def trial_problem(tp: Axis, device: torch.device, dtype: torch.dtype) -> str:

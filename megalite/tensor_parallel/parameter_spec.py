@@ -241,11 +241,6 @@ class LayerContext:
         return self._ranks_of_level("cp_ring") if self._cp_comm_properties.passes_keys else None
 
     @property
-    def has_ring(self) -> bool:
-        """Return whether attention receives keys and values from one rank after another."""
-        return self.ring is not None
-
-    @property
     def gathers_keys(self) -> bool:
         """Return whether attention has some of the queries and all keys of a sample."""
         return self.cp.size > 1 and self._cp_comm_properties.gathers_keys

@@ -29,7 +29,6 @@ from megalite.model import (
     bert_stage,
     embedding,
     expert_dispatch,
-    expert_exchange,
     experts,
     gated_delta_net,
     latent_attention,
@@ -832,10 +831,10 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
         ("gradients of experts are divided by the ranks that send tokens", "dp2ep2", experts.ExpertWeights,
          "__init__", after(lambda _, self, *args: self.weight.register_hook(
              lambda grad: grad / args[-1].topology.dp.size) and None), "experts"),
-        ("tokens go to the experts of the next rank", "dp2ep2", expert_exchange.Exchange, "start",
+        ("tokens go to the experts of the next rank", "dp2ep2", expert_dispatch.Exchange, "start",
          after(lambda wait, exchange, _: lambda: _from_next_rank(wait(), exchange)), "experts"),
         ("gathered tokens' outputs return to the next rank", "dp2ep2+allgather",
-         expert_exchange.TokenReduceScatter, "start", before(
+         expert_dispatch.TokenReduceScatter, "start", before(
              lambda transfer, x: (transfer, x.roll(len(x) // transfer.axis.size, 0))), "experts"),
         ("sums over slices of an expert's width are means", "tp2dp2ep2+sp", expert_dispatch.Rows,
          "sums_of_tokens", after(lambda y, self, rows: y / max(1, self.num_selected // 2)), "experts"),

@@ -38,8 +38,7 @@ from megalite.distributed.topology import Topology
 from megalite.hardware.host_memory import AsyncValues, HostBuffers
 from megalite.model import activation_offload
 from megalite.model.activation_offload import ActivationOffload
-from megalite.model.expert_dispatch import dispatcher_for
-from megalite.model.expert_exchange import _Finish, _Start
+from megalite.model.expert_dispatch import _Finish, _Start, dispatcher_for
 from megalite.model.recompute_region import recompute
 from megalite.optim import offload
 from megalite.optim.gradient_buckets import GradReducer

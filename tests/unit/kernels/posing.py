@@ -17,7 +17,7 @@ TESTS = (
     "cross_entropy",
     "dropout",
     "dropout_add",
-    "linear_gelu",
+    "activations_linear_gelu",
     "norm",
     "norm_of_sum",
     "philox_normal",

@@ -20,10 +20,11 @@ from megalite.kernels import CausalSoftmax, Drop, VisibleKeys, dropout, flash_at
 from megalite.kernels.flash_attention import (
     BLACKWELL_SIZES,
     SMALL_SIZES,
-    AttentionToKeys,
     different_sizes,
+    operands,
     padded,
 )
+from megalite.kernels.packed_heads import gradients_of
 from tests.unit.kernels.test_softmax import expected_weights
 
 KEY = site_key(1, "attention.weights")
@@ -166,15 +167,16 @@ def computed_by_slices(case: Case, parts: list[Tensor]) -> list[Tensor]:
     bounds = [0, case.s // 4, case.s // 2 + 3, case.s]
     slices = [slice(*pair) for pair in itertools.pairwise(bounds)]
     keys = [(k[:, :, each], v[:, :, each]) for each in slices]
-    attentions = [
-        AttentionToKeys(q, *pair, softmax, first, each.start) for pair, each in zip(keys, slices, strict=True)
+    calls = [
+        (q, *pair, operands(softmax, first, each.start)) for pair, each in zip(keys, slices, strict=True)
     ]
-    found = [attention.forward() for attention in attentions]
+    found = [torch.ops.megalite.flash_attention(*heads, *rest) for *heads, rest in calls]
     for out, log_sums in found:
         assert not out[log_sums.isneginf()].any()
     log_sums = torch.stack([each for _, each in found]).logsumexp(0)
     out = sum(out.double() * (each - log_sums).exp()[..., None] for out, each in found).to(q.dtype)  # type: ignore[union-attr]
-    grads = [attention.backward(grad, out, log_sums) for attention in attentions]
+    backward = torch.ops.megalite.flash_attention_backward
+    grads = [gradients_of(backward(grad, *heads, out, log_sums, *rest)) for *heads, rest in calls]
     of_q, of_k, of_v = zip(*grads, strict=True)
     return [out, sum(x.double() for x in of_q).to(q.dtype), torch.cat(of_k, dim=2), torch.cat(of_v, dim=2)]  # type: ignore[union-attr]
 
@@ -217,11 +219,13 @@ def test_slices_of_keys_merge_to_the_formula(case: Case) -> None:
 def test_a_query_that_sees_no_key_of_a_slice_adds_nothing() -> None:
     case = Case(50, queries=slice(10, 20))
     q, k, v, grad = inputs(case, torch.float32)
-    attention = AttentionToKeys(q, k[:, :, 15:], v[:, :, 15:], softmax_of(case), 10, 15)
-    out, log_sums = attention.forward()
+    heads, rest = (q, k[:, :, 15:], v[:, :, 15:]), operands(softmax_of(case), 10, 15)
+    out, log_sums = torch.ops.megalite.flash_attention(*heads, *rest)
     assert torch.equal(log_sums.isneginf(), (torch.arange(10, 20) < 15).expand_as(log_sums))
     assert not out[:, :, :5].any()
-    of_q, of_k, of_v = attention.backward(grad, out, log_sums.clamp_min(-9.0))
+    of_q, of_k, of_v = gradients_of(
+        torch.ops.megalite.flash_attention_backward(grad, *heads, out, log_sums.clamp_min(-9.0), *rest)
+    )
     assert not of_q[:, :, :5].any()
     assert not any(x[:, :, 5:].any() for x in (of_k, of_v))
 

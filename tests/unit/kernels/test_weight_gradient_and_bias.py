@@ -19,7 +19,7 @@ from megalite.kernels.weight_gradient import (
     add_weight_gradient_,
     has_bias_gradient_gemm,
 )
-from tests.unit.kernels.test_linear_gelu import may_be_refused
+from tests.unit.kernels.test_activations_linear_gelu import may_be_refused
 from tests.unit.kernels.test_weight_gradient import tensors
 
 CPU = torch.device("cpu")

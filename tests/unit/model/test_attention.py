@@ -545,7 +545,7 @@ def test_each_comm_type_has_a_core_for_its_own_layers(one_rank: Topology) -> Non
     layers = [core.for_layer(number, spec) for number, spec in enumerate(attention)]
     ring, whole = core.cores["p2p"], core.cores["a2a"]
     assert layers == [ring, whole, ring, whole, whole]  # with one of multi-token prediction
-    assert (ring.context.has_ring, whole.context.has_ring) == (True, False)
+    assert (ring.context.ring is None, whole.context.ring is None) == (False, True)
     assert (type(ring.kernel), type(whole.kernel)) == (TritonKernel, SdpaKernel)
     assert core.choice.startswith("with --cp-comm-type p2p, triton, chosen for meta in fp32; not flash: ")
     assert core.choice.endswith("with --cp-comm-type a2a, fused, chosen for meta in fp32")

@@ -5,18 +5,20 @@ The GPU's code passes these tests too, on tests/cuda_on_cpu/cublas_lt.cpp: see t
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor
 
-from megalite.kernels import gelu_linear_backward, has_linear_gelu, library, linear_gelu
-from megalite.kernels.linear_gelu import _difference, backward_reference, reference
+from megalite.kernels import activations, gelu_linear_backward, has_linear_gelu, library, linear_gelu
+from megalite.kernels.activations import (
+    _difference,
+    gelu_linear_backward_reference,
+    linear_gelu_reference,
+)
 from tests.unit.kernels.ulps import assert_within
 
-module = import_module("megalite.kernels.linear_gelu")  # the package has a function of this name
 DTYPES = [torch.bfloat16, torch.float16]
 SIZES = [(1, 8, 1), (1, 8, 8), (5, 24, 7), (33, 64, 48), (130, 16, 129), (65, 24, 136)]
 """Tokens, out and in features. cuBLASLt needs a multiple of 8 of the second, and may of the third."""
@@ -48,8 +50,8 @@ def test_forward_is_exact(n: int, o: int, i: int, dtype: torch.dtype, has_bias: 
     with may_be_refused(i):
         value, before = linear_gelu(x, weight, bias)
     wide = x.double(), weight.double(), None if bias is None else bias.double()
-    exact_value, exact = reference(*wide)
-    size = reference(*(None if each is None else each.abs() for each in wide))[1]
+    exact_value, exact = linear_gelu_reference(*wide)
+    size = linear_gelu_reference(*(None if each is None else each.abs() for each in wide))[1]
     assert value.shape == before.shape == (n, 2, o)
     assert_within(before, exact, size)
     assert_within(value, exact_value, 2 * size)  # PyTorch's own rounds `before` first
@@ -64,7 +66,9 @@ def test_backward_is_exact(n: int, o: int, h: int, dtype: torch.dtype, has_bias:
     before = numbers(n, 3, o, dtype=dtype, seed=3)
     with may_be_refused(h):
         before_grad, bias_grad = gelu_linear_backward(grad, weight, before, has_bias)
-    exact, exact_sums = backward_reference(grad.double(), weight.double(), before.double(), has_bias)
+    exact, exact_sums = gelu_linear_backward_reference(
+        grad.double(), weight.double(), before.double(), has_bias
+    )
     size = 2 * (grad.double().abs() @ weight.double().abs())
     assert before_grad.shape == before.shape
     assert_within(before_grad, exact, size)
@@ -117,9 +121,9 @@ def test_the_trial_rejects_a_wrong_operator(name: str, monkeypatch: pytest.Monke
 )
 def test_a_failed_trial_is_a_warning(problem: str | Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     trial, warning = Mock(side_effect=[problem]), Mock()
-    monkeypatch.setattr(module, "_difference", trial)
+    monkeypatch.setattr(activations, "_difference", trial)
     monkeypatch.setattr(library.log, "warning", warning)
-    assert not module._agrees.__wrapped__(0, True, torch.bfloat16, torch.device("cpu"))
+    assert not activations._agrees.__wrapped__(0, True, torch.bfloat16, torch.device("cpu"))
     assert warning.call_args.args[0].endswith(str(problem).splitlines()[0])
 
 
@@ -136,8 +140,8 @@ def test_a_gpu_tries_it_where_it_may_serve(
     shape: tuple[int, int], dtype: torch.dtype, is_tried: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trial = Mock(return_value=True)
-    monkeypatch.setattr(module, "_agrees", trial)
-    monkeypatch.setattr(module, "is_compiled", lambda *_: True)
+    monkeypatch.setattr(activations, "_agrees", trial)
+    monkeypatch.setattr(activations, "is_compiled", lambda *_: True)
     weight = Mock(is_cuda=True, shape=shape, dtype=dtype, device="cuda:0")
     assert has_linear_gelu(weight, False) == is_tried
     if is_tried:

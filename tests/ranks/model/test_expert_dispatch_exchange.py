@@ -13,8 +13,8 @@ from torch import Tensor
 from megalite.config import ModelConfig, ParallelConfig
 from megalite.config.presets import PRESETS
 from megalite.distributed.topology import Topology
-from megalite.model import expert_exchange
-from megalite.model.expert_exchange import Transfer, _MessagesInFlight
+from megalite.model import expert_dispatch
+from megalite.model.expert_dispatch import Transfer, _MessagesInFlight
 from megalite.model.experts import MixtureOfExperts, Router
 from megalite.tensor_parallel.counter_random import initialize
 from megalite.tensor_parallel.parameter_spec import LayerContext
@@ -69,7 +69,7 @@ def _events(topology: Topology, config: ModelConfig, dispatcher: str) -> tuple[l
     NotedMessages.events = events
     torch.manual_seed(topology.rank)
     x = torch.randn(6, 1, config.hidden_size, dtype=torch.float64, requires_grad=True)
-    with mock.patch.object(expert_exchange, "_MessagesInFlight", NotedMessages):
+    with mock.patch.object(expert_dispatch, "_MessagesInFlight", NotedMessages):
         y = block(x).x
     forward = events.copy()
     events.clear()
