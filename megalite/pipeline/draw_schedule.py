@@ -137,6 +137,18 @@ class Drawing:
             f'<polyline points="{path}" fill="none" stroke="{_hex(ink)}" stroke-width="{width:g}"/>'
         )
 
+    def arrow(self, x: float, y: float, to_x: float, to_y: float, ink: Colour = INK) -> None:
+        """Add a horizontal or vertical arrow."""
+        back_x, back_y = (5 * ((end > start) - (end < start)) for start, end in ((x, to_x), (y, to_y)))
+        head = (
+            f"{to_x:g},{to_y:g} {to_x - back_x - back_y / 2:g},{to_y - back_y - back_x / 2:g} "
+            f"{to_x - back_x + back_y / 2:g},{to_y - back_y + back_x / 2:g}"
+        )
+        self._parts.append(
+            f'<line x1="{x:g}" y1="{y:g}" x2="{to_x - back_x:g}" y2="{to_y - back_y:g}" '
+            f'stroke="{_hex(ink)}"/><polygon points="{head}" fill="{_hex(ink)}"/>'
+        )
+
     def content(self) -> str:
         """Return the content of the file."""
         return "\n".join([*self._parts, "</svg>", ""])
