@@ -90,8 +90,7 @@ def choose_checkpoint(folder: Path, topology: Topology, iteration: int | None = 
     """
     with topology.agreed():
         listing = _listing(folder, iteration)
-    listings: list[Listing] = [listing] * topology.world_size
-    dist.all_gather_object(listings, listing)
+    listings = topology.world.gather_objects(listing, "listings of the folder")
     listing = listings[0]
     empty = [rank for rank, each in enumerate(listings) if not each.names]
     if 0 < len(empty) < len(listings):
@@ -155,8 +154,7 @@ def _verified(checkpoint: Path, topology: Topology) -> tuple[Manifest | None, li
             finding = _Finding((), tuple(damage_of(manifest, mine)), manifest.digests[INDEX])
         except DamagedCheckpoint as error:
             finding = _Finding(error.problems, is_other_format=isinstance(error, OtherFormat))
-    findings = [finding] * topology.world_size
-    dist.all_gather_object(findings, finding)
+    findings = topology.world.gather_objects(finding, "checks of the checkpoint")
     problems = _problems(findings)
     if all(each.is_other_format for each in findings):
         raise DamagedCheckpoint(checkpoint, problems)

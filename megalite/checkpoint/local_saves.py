@@ -99,8 +99,7 @@ class LocalSaves:
                     whole[iteration] = self._verified(self.folder / name, tensors)
                 except (UserError, OSError) as error:
                     problems[iteration] = f"rank {self.topology.rank}: {error}"
-        found: list[tuple[list[int], dict[int, str]]] = [([], {})] * self.topology.world_size
-        dist.all_gather_object(found, (list(whole), problems))
+        found = self.topology.world.gather_objects((list(whole), problems), "local saves")
         common = set.intersection(*(set(iterations) for iterations, _ in found))
         _warn_of_skipped(found, common)
         newest = max(common, default=None)

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.evaluator import simple_evaluate
@@ -195,11 +194,8 @@ class TaskModel(TemplateLM):
 
 def union(mine: dict[int, Answer], axis: Axis) -> dict[int, Answer]:
     """Return the answers of all ranks of an axis, by the numbers of their requests."""
-    found = [mine] * axis.size
-    if axis.size > 1:
-        with axis.wait("all-gather", "answers of tasks"):
-            dist.all_gather_object(found, mine, group=axis.group)
-    return {number: answer for part in found for number, answer in part.items()}
+    parts = axis.gather_objects(mine, "answers of tasks")
+    return {number: answer for part in parts for number, answer in part.items()}
 
 
 class HarnessModel(TaskModel):

@@ -314,11 +314,8 @@ class CompletionWriter:
             mine: list[Completion] | str = self._batch(prompts, num_samples) if prompts else []
         except UserError as error:
             mine = str(error)
-        results: list[list[Completion] | str] = [mine] * self.topology.sample_ranks.size
-        if self.topology.sample_ranks.size > 1:
-            dist.all_gather_object(results, mine, group=self.topology.sample_ranks.group)
         completions: list[Completion] = []
-        for result in results:
+        for result in self.topology.sample_ranks.gather_objects(mine, "completions"):
             if isinstance(result, str):
                 raise UserError(result)
             completions += result

@@ -33,7 +33,6 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megalite.config import ParallelConfig
@@ -330,8 +329,7 @@ def _problem_of_symmetric_memory(tp: Axis, device: torch.device, dtype: torch.dt
     """
     if device.type != "cuda":
         return f"the ranks run on {device.type}, and it needs GPUs"
-    places: list[tuple[str, int]] = [("", 0)] * tp.size
-    dist.all_gather_object(places, (socket.gethostname(), torch.cuda.current_device()), group=tp.group)
+    places = tp.gather_objects((socket.gethostname(), torch.cuda.current_device()), "the places of GPUs")
     if len({host for host, _ in places}) > 1:
         return "the group spans several nodes"
     if len({number for _, number in places}) < tp.size:
@@ -372,6 +370,4 @@ def _is_close(found: Tensor, expected: Tensor) -> bool:
 
 def _first_problem(problem: str, tp: Axis) -> str:
     """Return the first rank's problem on every rank of the group."""
-    problems = [""] * tp.size
-    dist.all_gather_object(problems, problem, group=tp.group)
-    return next(filter(None, problems), "")
+    return next(filter(None, tp.gather_objects(problem, "problems of symmetric memory")), "")
