@@ -114,7 +114,7 @@ def test_what_the_config_says(tmp_path: Path) -> None:
     without = replace(config, data=DataConfig(mock_data=True))
     assert "--eval-tasks verses needs a tokenizer" in "\n".join(problems_of(without, 1))
     bert = replace(config, model=replace(config.model, architecture="bert"))
-    assert "predicts the next token, not a bert" in "\n".join(problems_of(bert, 1))
+    assert "which does not predict next tokens" in "\n".join(problems_of(bert, 1))
     unused = "\n".join(unused_options(config_of(tmp_path, None), 1))
     assert "--eval-tasks-interval 2 has no effect: --eval-tasks is not set" in unused
 
