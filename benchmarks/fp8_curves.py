@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Train the quickstart's model with GEMMs in 8 bits, emulated on a CPU, and compare its losses with fp32.
 
-python benchmarks/fp8_curves.py runs/quickstart/corpus_text_document [--svg docs/pictures/fp8_curves.svg]
+python benchmarks/fp8_curves.py runs/quickstart/corpus_text_document [--svg benchmarks/fp8_curves.svg]
 
 Each recipe trains the same 500 iterations. All but the factors of GEMMs is in fp32, so that a difference is
 one of the recipe. The picture has the difference of each loss, a mean over 20 iterations, from that in fp32.

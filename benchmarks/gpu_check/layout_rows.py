@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from benchmarks.gpu_check.commands import run_python
@@ -45,9 +45,10 @@ class Row(NamedTuple):
     def parts(self) -> dict[str, Any]:
         """Return what the row is made of: its model, dtype, and each option of its layout."""
         layout = Layout.parse(self.layout)
-        options = {each.name: getattr(layout, each.name) for each in fields(layout) if each.name != "sizes"}
-        parts = {"model": self.model, "dtype": self.dtype, **layout.sizes, **options}
-        return {name: value for name, value in parts.items() if value not in (None, False)}
+        numbers = {"shard": layout.shard, "mbs": layout.mbs, "v": layout.v, "schedule": layout.schedule}
+        parts = {"model": self.model, "dtype": self.dtype, **layout.sizes, **numbers}
+        parts |= layout.switches_by_option
+        return {name: value for name, value in parts.items() if value is not None}
 
 
 FIRST = [Row("gpt-tiny", "fp64", "pp4zb"), Row(DEEP, "fp64", "pp4dpvdp2ep2mbs1")]

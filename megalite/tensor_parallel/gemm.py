@@ -28,7 +28,7 @@ class Gemm:
 
     def rounded_weight(self, weight: Tensor, *, sums_over_rows: bool) -> Tensor:
         """Return the weight ``[..., out, in]``, for a GEMM that sums over `out` or over `in`."""
-        return weight.detach()
+        return weight
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Compute ``x weight^T + bias``: ``[s, b, in]`` and ``[out, in]`` -> ``[s, b, out]``."""
@@ -36,7 +36,7 @@ class Gemm:
         # A detached weight gives the same bits with and without gradients.
         # In 2D, since torch multiplies row by row if a permuted dim of size 1 has another stride.
         rows = self.rounded_input(x).contiguous().flatten(0, -2)
-        y = F.linear(rows, self.rounded_weight(weight, sums_over_rows=False), bias)
+        y = F.linear(rows, self.rounded_weight(weight.detach(), sums_over_rows=False), bias)
         return torch_private.unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
 
     def scales(self, grad: Tensor, weight: Tensor) -> tuple[Tensor, Tensor] | None:

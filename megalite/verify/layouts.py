@@ -254,6 +254,11 @@ class Layout:
             name += f"mbs{self.mbs}"
         return "+".join((name or ("tp1" if self.switches else "one rank"), *self.switches))
 
+    @property
+    def switches_by_option(self) -> dict[str, str]:
+        """Return the switches by the first option that each sets."""
+        return {next(iter(_SWITCHES[switch])): switch for switch in self.switches}
+
     def size(self, axis: str) -> int:
         """Return the number of ranks along an axis."""
         return self.sizes.get(axis, 1)

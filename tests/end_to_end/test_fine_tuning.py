@@ -59,7 +59,7 @@ def _mistakes(folder: Path) -> list[tuple[tuple[str, ...], str]]:
         ((other,), "other.loss_mask has 359 bytes, and "),
         ((long,), "none of them has an answer within --seq-length 64"),
         ((long, "--sft-long-conversations", "drop"), "none of them has an answer within --seq-length 64"),
-        ((text, "--eod-mask-loss"), "--sft with --eod-mask-loss, which is not needed"),
+        ((text, "--eod-mask-loss"), "--eod-mask-loss with --sft, which separates conversations by itself"),
     ]
 
 

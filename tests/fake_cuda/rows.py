@@ -12,7 +12,7 @@ from tests.covering import pairs
 from tests.fake_cuda.cases import Case, case
 
 ALWAYS = {
-    **{"params_dtype": "bf16", "zero": 0, "recompute": None, "clip_grad": 1.0},
+    **{"params_dtype": "bf16", "zero_stage": 0, "recompute_granularity": None, "clip_grad": 1.0},
     **{"attention_backend": "auto", "fp8_format": None},
 }
 """Options whose default is a part, too: another value replaces much of the code that runs by default."""
@@ -20,17 +20,18 @@ ALWAYS = {
 
 def parts(row: Case) -> dict[str, Any]:
     """Return what a case is made of: the model, the pipeline, what the layout and the options set."""
-    named = {**ALWAYS, **row.layout.sizes, **_switches(row.layout), **row.options}
+    named = {**ALWAYS, **row.layout.sizes, **_numbers(row.layout), **row.layout.switches_by_option}
+    named |= row.options
     if "pp" in named:
         named["pp"] = [named.pop(name, None) for name in ("pp", "v", "schedule")]
     named.pop("num_layers", None)
     return {"preset": row.preset, **named}
 
 
-def _switches(layout: Layout) -> dict[str, Any]:
-    """Return the options that a layout sets, besides the sizes of its axes."""
-    values = {each.name: getattr(layout, each.name) for each in fields(layout) if each.name != "sizes"}
-    return {name: value for name, value in values.items() if value not in (None, False)}
+def _numbers(layout: Layout) -> dict[str, Any]:
+    """Return what a layout sets besides the sizes of its axes and its switches."""
+    values = {"shard": layout.shard, "mbs": layout.mbs, "v": layout.v, "schedule": layout.schedule}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def covering_rows(cases: Sequence[Case]) -> Iterator[Case]:
@@ -60,7 +61,8 @@ def covering_rows(cases: Sequence[Case]) -> Iterator[Case]:
 def _merged(one: Case, other: Case) -> Case:
     """Return a case with the parts of two; where they differ, with those of the second."""
     sizes = {**one.layout.sizes, **other.layout.sizes}
-    layout = replace(one.layout, sizes=sizes, **_switches(other.layout))
+    switches = {**one.layout.switches_by_option, **other.layout.switches_by_option}
+    layout = replace(one.layout, sizes=sizes, switches=tuple(switches.values()), **_numbers(other.layout))
     return case(layout, other.preset, **{**one.options, **other.options})
 
 

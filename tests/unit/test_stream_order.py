@@ -512,7 +512,7 @@ RACES = {
             "zero 3, offload",
             # In the order in which the two threads come.
             "are read by copy_.* without waiting until they are written by copy_.*staging.py|"
-            "are written by copy_.*staging.py.* without waiting until they are read by copy_.*weights.py",
+            "are written by copy_.*staging.py.* without waiting until they are read by copy_.*gathering.py",
         ),
     ),
     "a message is freed before its sum is stored": (

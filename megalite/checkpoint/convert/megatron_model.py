@@ -329,7 +329,7 @@ class MegatronSource:
         iteration: int,
         why_unread: str = "",
     ) -> None:
-        self._folder, self._shards, self._version = folder, shards, version
+        self._folder, self._shards, self._shard_version = folder, shards, version
         if _WORD not in shards:
             raise UserError(f"{folder} lacks the word embeddings: are files missing?")
         self.config = settings.applied(self._base(settings, arguments, why_unread))
@@ -348,7 +348,7 @@ class MegatronSource:
         return self._shards[name][0].dtype
 
     def tensor(self, name: str) -> Tensor:
-        return join(name, self._shards[name], self._specs[name], self.config.model, self._version)
+        return join(name, self._shards[name], self._specs[name], self.config.model, self._shard_version)
 
     def _check_names(self) -> None:
         folder, shards = self._folder, self._shards
