@@ -64,11 +64,12 @@ def fp8(config: Config, world_size: int | None) -> Iterator[Problem]:
     model, training, parallel = config.model, config.training, config.parallel
     if training.fp8_format is None:
         return
-    if model.params_dtype != "bf16" and not training.emulate:
+    dtypes = ("bf16", "fp32", "fp64") if training.emulate else ("bf16",)
+    if model.params_dtype not in dtypes:
         yield Problem(
             ("fp8_format", "params_dtype"),
             f"--fp8-format {training.fp8_format} with --params-dtype {model.params_dtype}: everything but "
-            "the 8-bit GEMMs is in bf16; pass --bf16, or --emulate",
+            f"the 8-bit GEMMs is in bf16; pass --bf16{'' if training.emulate else ', or --emulate'}",
         )
     if not any(training.is_layer_in_fp8(number, model.num_layers) for number in range(model.num_layers)):
         yield Problem(

@@ -79,6 +79,11 @@ def test_what_a_recipe_requires(line: str, world_size: int, named: str) -> None:
     assert any(named in problem for problem in problems), problems
 
 
+def test_fp16_has_no_range_for_the_scales_of_blocks() -> None:
+    (message,) = _problems("--fp16 --fp8 --fp8-recipe mxfp8 --emulate")
+    assert message.endswith("pass --bf16")
+
+
 def test_emulation_takes_any_size_that_no_rank_cuts() -> None:
     sizes = "--hidden-size 60 --num-attention-heads 4 --ffn-hidden-size 90 --seq-length 50"
     for recipe in ("tensorwise", "blockwise", "mxfp8"):
