@@ -82,8 +82,8 @@ class Axis:
     def gather_objects(self, mine: T, of: str) -> list[T]:
         """Return an object of each rank of the axis, in order, on all of them; a collective that pickles."""
         found = [mine] * self.size
-        if self.size > 1:
-            with self.wait("all-gather", of):
+        with self.wait("all-gather", of):
+            if self.size > 1:
                 dist.all_gather_object(found, mine, group=self.group)
         return found
 
