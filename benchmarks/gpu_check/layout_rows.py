@@ -44,11 +44,7 @@ class Row(NamedTuple):
     @property
     def parts(self) -> dict[str, Any]:
         """Return what the row is made of: its model, dtype, and each option of its layout."""
-        layout = Layout.parse(self.layout)
-        numbers = {"shard": layout.shard, "mbs": layout.mbs, "v": layout.v, "schedule": layout.schedule}
-        parts = {"model": self.model, "dtype": self.dtype, **layout.sizes, **numbers}
-        parts |= layout.switches_by_option
-        return {name: value for name, value in parts.items() if value is not None}
+        return {"model": self.model, "dtype": self.dtype, **Layout.parse(self.layout).parts}
 
 
 FIRST = [Row("gpt-tiny", "fp64", "pp4zb"), Row(DEEP, "fp64", "pp4dpvdp2ep2mbs1")]

@@ -255,9 +255,11 @@ class Layout:
         return "+".join((name or ("tp1" if self.switches else "one rank"), *self.switches))
 
     @property
-    def switches_by_option(self) -> dict[str, str]:
-        """Return the switches by the first option that each sets."""
-        return {next(iter(_SWITCHES[switch])): switch for switch in self.switches}
+    def parts(self) -> dict[str, Any]:
+        """Return what it sets: sizes, numbers, the schedule, and switches by their first option."""
+        fields = {name: getattr(self, name) for name in ("shard", "mbs", "v", "schedule")}
+        switches = {next(iter(_SWITCHES[switch])): switch for switch in self.switches}
+        return {**self.sizes, **{name: each for name, each in fields.items() if each is not None}} | switches
 
     def size(self, axis: str) -> int:
         """Return the number of ranks along an axis."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 from megalite.utils.errors import ConfigError
@@ -20,18 +20,11 @@ ALWAYS = {
 
 def parts(row: Case) -> dict[str, Any]:
     """Return what a case is made of: the model, the pipeline, what the layout and the options set."""
-    named = {**ALWAYS, **row.layout.sizes, **_numbers(row.layout), **row.layout.switches_by_option}
-    named |= row.options
+    named = {**ALWAYS, **row.layout.parts, **row.options}
     if "pp" in named:
         named["pp"] = [named.pop(name, None) for name in ("pp", "v", "schedule")]
     named.pop("num_layers", None)
     return {"preset": row.preset, **named}
-
-
-def _numbers(layout: Layout) -> dict[str, Any]:
-    """Return what a layout sets besides the sizes of its axes and its switches."""
-    values = {"shard": layout.shard, "mbs": layout.mbs, "v": layout.v, "schedule": layout.schedule}
-    return {name: value for name, value in values.items() if value is not None}
 
 
 def covering_rows(cases: Sequence[Case]) -> Iterator[Case]:
@@ -60,9 +53,10 @@ def covering_rows(cases: Sequence[Case]) -> Iterator[Case]:
 
 def _merged(one: Case, other: Case) -> Case:
     """Return a case with the parts of two; where they differ, with those of the second."""
-    sizes = {**one.layout.sizes, **other.layout.sizes}
-    switches = {**one.layout.switches_by_option, **other.layout.switches_by_option}
-    layout = replace(one.layout, sizes=sizes, switches=tuple(switches.values()), **_numbers(other.layout))
+    merged = {**one.layout.parts, **other.layout.parts}
+    sizes = {name: merged.pop(name) for name in {**one.layout.sizes, **other.layout.sizes}}
+    numbers = {name: merged.pop(name) for name in ("shard", "mbs", "v", "schedule") if name in merged}
+    layout = Layout(sizes, **numbers, switches=tuple(merged.values()))
     return case(layout, other.preset, **{**one.options, **other.options})
 
 
