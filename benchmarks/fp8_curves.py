@@ -3,7 +3,7 @@
 
 python benchmarks/fp8_curves.py runs/quickstart/corpus_text_document [--svg benchmarks/fp8_curves.svg]
 
-Each recipe trains the same 500 iterations. All but the factors of GEMMs is in fp32, so that a difference is
+Each recipe trains the same 500 iterations. All but the operands of GEMMs is in fp32, so that a difference is
 one of the recipe. The picture has the difference of each loss, a mean over 20 iterations, from that in fp32.
 """
 

@@ -1,16 +1,30 @@
-"""Options of linear layers whose GEMMs have factors in 8 bits."""
+"""Options of linear layers whose GEMMs have operands in 8 bits."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 from megalite.config.option import NOT_NEGATIVE, OnResume, Setting, option
 
 Fp8Format = Literal["hybrid", "e4m3"]
 Fp8Recipe = Literal["tensorwise", "blockwise", "mxfp8"]
-FP8_BLOCK_SIZES = {"blockwise": 128, "mxfp8": 32}
-"""Elements that have one scale, along the dimension that a GEMM sums over, by fp8_recipe."""
+
+
+class Blocks(NamedTuple):
+    """Sizes of the blocks of a recipe, whose elements have one scale.
+
+    Attributes:
+        size: elements along the dimension that a GEMM sums over.
+        weight_rows: elements of a weight's block along its other dimension.
+    """
+
+    size: int
+    weight_rows: int
+
+
+FP8_BLOCKS = {"blockwise": Blocks(128, 128), "mxfp8": Blocks(32, 1)}
+"""Blocks by fp8_recipe; tensorwise has none."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +47,7 @@ class Fp8Options:
     )
     """Numbers that share a scale: tensorwise, those of a tensor; blockwise, 128 and 128 x 128 of a weight, as
     in DeepSeek-V3; mxfp8, 32 (docs/precision.md)."""
-    fp8_wgrad: bool = option(True, only_with=Setting("fp8_recipe", tuple(FP8_BLOCK_SIZES)))
+    fp8_wgrad: bool = option(True, only_with=Setting("fp8_recipe", tuple(FP8_BLOCKS)))
     """With blockwise and mxfp8: compute gradients of weights in 8 bits too, except those of experts."""
     first_last_layers_bf16: bool = option(False, only_with="fp8_format")
     """Compute the first and last layers in 16 bits."""

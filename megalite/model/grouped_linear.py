@@ -21,7 +21,7 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, gemm: Gemm = WIDE) -
     Args:
         weight: ``[groups, ..., out, in]``; all dims between are output features.
         ends: number of rows of each group and the groups before it, int32 ``[groups]``.
-        gemm: rounds the factors of the products.
+        gemm: rounds the operands of the products.
     """
     y: Tensor = _GroupedLinear.apply(x, weight.flatten(1, -2), ends, gemm)
     return y

@@ -19,34 +19,14 @@ Shapes: s sequence, b microbatch, in and out features of a layer.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megalite.config.fp8 import FP8_BLOCK_SIZES
+from megalite.config.fp8 import FP8_BLOCKS
 from megalite.tensor_parallel.fp8 import E4M3, Fp8Settings
 from megalite.tensor_parallel.gemm import RoundedGemm
 
-
-class Blocks(NamedTuple):
-    """Sizes of the blocks of a recipe.
-
-    Attributes:
-        size: elements along the dimension that a GEMM sums over.
-        weight_rows: elements of a weight's block along its other dimension.
-    """
-
-    size: int
-    weight_rows: int
-
-
-BLOCKS = {
-    "blockwise": Blocks(FP8_BLOCK_SIZES["blockwise"], 128),
-    "mxfp8": Blocks(FP8_BLOCK_SIZES["mxfp8"], 1),
-}
-"""Blocks by the config's fp8_recipe."""
 _SMALLEST_EXPONENT = -127  # of a scale in 8 bits of exponent
 
 
@@ -85,17 +65,17 @@ def scale_exponents(largest: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class BlockGemm(RoundedGemm):
-    """GEMMs whose factors are rounded in blocks."""
+    """GEMMs whose operands are rounded in blocks."""
 
     def __init__(self, settings: Fp8Settings) -> None:
-        self.blocks = BLOCKS[settings.recipe]
+        self.blocks = FP8_BLOCKS[settings.recipe]
         self.gradient_dtype = settings.gradient_dtype
         self.weights = settings.weights
         self.rounds_weight_gradients = settings.rounds_weight_gradients
 
     def rounded_input(self, x: Tensor) -> Tensor:
         """Round blocks along the features of ``[..., in]``."""
-        return round_in_blocks(x.detach(), E4M3, 1, self.blocks.size)
+        return round_in_blocks(x, E4M3, 1, self.blocks.size)
 
     def rounded_gradient(self, grad: Tensor) -> Tensor:
         """Round blocks along the features of ``[..., out]``."""
@@ -107,17 +87,16 @@ class BlockGemm(RoundedGemm):
         transposes = sums_over_rows and size != rows  # square blocks are the same for both GEMMs
 
         def compute() -> Tensor:
-            matrix = weight.detach().mT if transposes else weight.detach()
-            rounded = round_in_blocks(matrix, E4M3, rows, size)
+            rounded = round_in_blocks(weight.mT if transposes else weight, E4M3, rows, size)
             return rounded.mT if transposes else rounded
 
         return self.weights.keep(weight, transposes, compute)
 
-    def weight_gradient_factors(self, grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    def weight_gradient_operands(self, grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """Round ``[s, b, out]`` and ``[s, b, in]`` in blocks of the tokens of each sample."""
         if not self.rounds_weight_gradients:
-            return super().weight_gradient_factors(grad, x)
+            return super().weight_gradient_operands(grad, x)
         size = self.blocks.size
         left = round_in_blocks(grad.flatten(1), self.gradient_dtype, size, 1).view(grad.shape)
         right = round_in_blocks(x.flatten(1), E4M3, size, 1).view(x.shape)
-        return super().weight_gradient_factors(left, right)
+        return super().weight_gradient_operands(left, right)

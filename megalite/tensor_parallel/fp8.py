@@ -155,7 +155,7 @@ class Fp8Settings:
 
     Attributes:
         fp8_format: a key of `GRADIENT_DTYPES`.
-        recipe: tensorwise, which scales whole tensors, or a key of `block_scaling.BLOCKS`.
+        recipe: tensorwise, which scales whole tensors, or a key of `config.fp8.FP8_BLOCKS`.
         wide_layers: numbers of the layers whose GEMMs are in the dtype of the model.
         rounds_weight_gradients: compute weight gradients in 8 bits, with blocks.
         weights: holds weights in 8 bits during an iteration; by default they are rounded in each GEMM.
@@ -175,7 +175,7 @@ class Fp8Settings:
 
 
 class TensorwiseGemm(RoundedGemm):
-    """GEMMs of a linear layer in 8 bits; with a scale for each tensor.
+    """GEMMs of a linear layer in 8 bits, with a scale for each tensor.
 
     Args:
         tp: the axis that the layers' tensors are sharded along.

@@ -16,7 +16,7 @@ from megalite.utils import torch_private
 
 
 class Gemm:
-    """GEMMs in the tensors' own dtype. Subclasses round the factors."""
+    """GEMMs in the tensors' own dtype. Subclasses round the operands."""
 
     def rounded_input(self, x: Tensor) -> Tensor:
         """Return the input ``[..., in]`` of a GEMM that sums over `in`."""
@@ -48,7 +48,7 @@ class Gemm:
         rows = self.rounded_gradient(grad).flatten(0, -2)
         return (rows @ self.rounded_weight(weight, sums_over_rows=True)).view(*grad.shape[:-1], -1)
 
-    def weight_gradient_factors(self, grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    def weight_gradient_operands(self, grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return ``[s b, out]`` and ``[s b, in]`` of ``[s, b, out]`` and ``[s, b, in]``.
 
         The first, transposed, times the second is the weight's gradient.
@@ -64,7 +64,7 @@ WIDE = Gemm()
 
 
 class RoundedGemm(Gemm):
-    """GEMMs of rounded factors, which autograd cannot differentiate by itself."""
+    """GEMMs of rounded operands, which autograd cannot differentiate by itself."""
 
     def differentiable(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Compute `forward` on one rank, differentiable by autograd and torch.compile."""
@@ -85,7 +85,7 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        left, right = ctx.gemm.weight_gradient_factors(grad, x)
+        left, right = ctx.gemm.weight_gradient_operands(grad, x)
         return (
             ctx.gemm.input_gradient(grad, weight, ctx.gemm.scales(grad, weight)),
             left.t() @ right,

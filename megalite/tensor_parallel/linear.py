@@ -345,7 +345,7 @@ class _AddWeightGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        add_weight_gradient_(ctx.total, *ctx.gemm.weight_gradient_factors(grad, x))
+        add_weight_gradient_(ctx.total, *ctx.gemm.weight_gradient_operands(grad, x))
         return grad, None, None, None
 
 
@@ -356,7 +356,7 @@ def _gradients(
 
     The first is None if it was added to `weight.main_grad`.
     """
-    left, right = context.gemm.weight_gradient_factors(grad, x)
+    left, right = context.gemm.weight_gradient_operands(grad, x)
     main_grad = main_grad_of(weight) if context.fuses_weight_gradient else None
     if main_grad is None:
         return left.t() @ right, _bias_gradient(grad) if needs_bias else None

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from megalite.config.config import Config
 from megalite.config.data import DOCUMENT_OPTIONS
 from megalite.config.fields import config_fields, value_of, without_effect
-from megalite.config.fp8 import FP8_BLOCK_SIZES
+from megalite.config.fp8 import FP8_BLOCKS
 from megalite.config.model.feed_forward import GATED_ACTIVATIONS
 from megalite.config.model.recurrence import HAS_MAMBA
 from megalite.config.option import ABOVE_ONE, Range, Setting, flag_of, flag_with_value, other_than
@@ -326,7 +326,7 @@ CONFLICTS = (
     # Precision
     *_exclude("compile", "emulate", ", whose operators are not compiled: remove --compile"),
     *_exclude(
-        Setting("fp8_recipe", tuple(FP8_BLOCK_SIZES)),
+        Setting("fp8_recipe", tuple(FP8_BLOCKS)),
         "dynamic_context_parallel",
         ", which cuts a sample within blocks of its tokens: remove it, or pass --fp8-recipe tensorwise",
     ),

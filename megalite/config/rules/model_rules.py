@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from megalite.config.config import Config
 from megalite.config.data import TOKENIZER_FIELDS, WORD_PIECE_TOKENIZERS
-from megalite.config.fp8 import FP8_BLOCK_SIZES
+from megalite.config.fp8 import FP8_BLOCKS
 from megalite.config.model.attention import LatentSpec
 from megalite.config.model.transformer import NUM_BERT_SPECIAL
 from megalite.config.option import flag_of, flag_with_value
@@ -78,13 +78,16 @@ def fp8(config: Config, world_size: int | None) -> Iterator[Problem]:
             " --num-layers-at-start-in-bf16 and --num-layers-at-end-in-bf16",
         )
     unit, setting, sizes = 16, f"--fp8-format {training.fp8_format}", list(_gemm_sizes(config))
-    block = FP8_BLOCK_SIZES.get(training.fp8_recipe)
-    if block is not None:
-        unit, setting = block, f"--fp8-recipe {training.fp8_recipe}, whose blocks have {block} elements,"
+    blocks = FP8_BLOCKS.get(training.fp8_recipe)
+    if blocks is not None:
+        unit, setting = (
+            blocks.size,
+            f"--fp8-recipe {training.fp8_recipe}, whose blocks have {blocks.size} elements,",
+        )
         length = f"--seq-length {model.seq_length}"
         sizes.append((("seq_length",), length, model.seq_length, "cp", parallel.mesh.num_token_ranges))
     for fields, what, size, axis, parts in sizes:
-        is_any_size_taken = training.emulate and (block is None or parts == 1)
+        is_any_size_taken = training.emulate and (blocks is None or parts == 1)
         if size % (unit * parts) and not is_any_size_taken:
             over = f" over --{axis} {getattr(parallel, axis)}" if parts > 1 else ""
             yield Problem(

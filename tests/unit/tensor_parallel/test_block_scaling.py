@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from megalite.config import TrainingConfig
+from megalite.config.fp8 import FP8_BLOCKS
 from megalite.distributed.topology import Topology
-from megalite.tensor_parallel.block_scaling import BLOCKS, round_in_blocks
+from megalite.tensor_parallel.block_scaling import round_in_blocks
 from megalite.tensor_parallel.fp8 import E4M3, E5M2, Fp8Settings, Fp8Weights, check_device
 from megalite.tensor_parallel.linear import LinearContext, column_linear
 from megalite.tensor_parallel.parameter_spec import LayerContext
@@ -67,14 +68,14 @@ def test_what_is_not_finite_is_not_hidden(value: float) -> None:
 
 @pytest.mark.parametrize("fused", [False, True], ids=["autograd", "main_grad"])
 @pytest.mark.parametrize("rounds_weight_gradients", [False, True])
-@pytest.mark.parametrize("recipe", BLOCKS)
+@pytest.mark.parametrize("recipe", FP8_BLOCKS)
 def test_gemms_are_those_of_what_the_codes_stand_for(
     recipe: str, rounds_weight_gradients: bool, fused: bool, one_rank: Topology
 ) -> None:
     """Check that each GEMM has blocks along the dim that it sums over; those of tokens are of one sample."""
     settings = Fp8Settings("hybrid", recipe, rounds_weight_gradients=rounds_weight_gradients)
     layer_context = LayerContext(one_rank, torch.float64, fuses_weight_gradients=fused, fp8=settings)
-    size, weight_rows = BLOCKS[recipe]
+    size, weight_rows = FP8_BLOCKS[recipe]
     s, b, wide, out = size + 20, 2, size + 8, 2 * size
     x = _spread(s, b, wide, seed=1).requires_grad_()
     weight, bias = nn.Parameter(_spread(2, size, wide, seed=2)), nn.Parameter(_spread(2, size, seed=3))
