@@ -32,6 +32,7 @@ from megalite.tensor_parallel.fp8 import (
     in_fp8,
     scaled_gemm,
 )
+from megalite.tensor_parallel.gemm import WIDE
 from megalite.tensor_parallel.linear import (
     ColumnParallelLinear,
     LinearContext,
@@ -104,10 +105,15 @@ def test_one_compiled_pass_gives_the_same_bits(dtype: torch.dtype, is_transposed
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["graph", "product"])
+@pytest.mark.parametrize("emulates", [False, True], ids=["scaled_mm", "emulated"])
 @pytest.mark.parametrize("fp8_format", FORMATS)
-def test_products_are_those_of_what_8_bits_mean(fp8_format: str, fused: bool, one_rank: Topology) -> None:
+def test_products_are_those_of_what_8_bits_mean(
+    fp8_format: str, emulates: bool, fused: bool, one_rank: Topology
+) -> None:
     """In the forward and backward for torch.compile, and in those of the linear layer."""
-    context = LinearContext.of(_context(one_rank, fuses_weight_gradients=fused, fp8=Fp8Settings(fp8_format)))
+    context = LinearContext.of(
+        _context(one_rank, fuses_weight_gradients=fused, fp8=Fp8Settings(fp8_format, emulates=emulates))
+    )
     x = _normal(5, 3, 64, seed=1).requires_grad_()
     weight = nn.Parameter(_normal(2, 24, 64, seed=2))  # two dims of output features
     bias = nn.Parameter(_normal(2, 24, seed=3))
@@ -217,6 +223,14 @@ def test_the_layers_linears_alone_are_in_8_bits(one_rank: Topology) -> None:
         bias = 0.0 if layer.skip_bias_add else layer.bias.detach().flatten()
         torch.testing.assert_close(y, expected + bias, rtol=2.0**-7, atol=1e-4)
         assert not torch.equal(y, nn.functional.linear(x, layer.weight.flatten(0, -2)).flatten(0, 1) + bias)
+    wide = build_stage(
+        MODEL, one_rank, range(2), seed=1, fp8=Fp8Settings("hybrid", wide_layers=frozenset({0}))
+    )
+    is_wide = [
+        layer.mlp.up.context.gemm is layer.attention.qkv.context.gemm is WIDE
+        for layer in wide.layers.values()
+    ]
+    assert is_wide == [True, False]
     hidden = _normal(4, 1, 32, seed=0)
     plain = nn.functional.linear(stage.final_norm(hidden), stage.output_weight)
     assert torch.equal(stage.logits(hidden), plain)
