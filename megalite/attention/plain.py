@@ -27,7 +27,7 @@ from megalite.config import ModelConfig
 from megalite.kernels import CausalSoftmax, Drop, VisibleKeys, add_sinks_, sinks_gradient
 from megalite.kernels.dropout import dropout
 from megalite.kernels.dropout_add import key_from_tensor
-from megalite.kernels.flash_attention import empty_results
+from megalite.kernels.flash_attention import empty_results, fake, fake_gradients
 from megalite.kernels.library import define
 from megalite.kernels.packed_heads import empty_gradients, gradients_of
 from megalite.tensor_parallel.parameter_spec import LayerContext
@@ -276,14 +276,6 @@ def _gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, *res
     return attend_backward(grad, q, k, v, sums, *_arguments(k, *rest))
 
 
-def _fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return empty_results(q, v)
-
-
-def _fake_gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
-    return empty_gradients(q, k, v)
-
-
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, slopes, starts, ends, samples, key, *ctx.numbers, sinks = inputs
     ctx.set_materialize_grads(False)  # otherwise the second output's gradient would be a tensor of zeros
@@ -307,7 +299,7 @@ define(
     "attention",
     f"(Tensor q, Tensor k, Tensor v, {_REST}, Tensor? sinks) -> (Tensor, Tensor)",
     _forward,
-    _fake,
+    fake,
     save=_save,
     backward=_backward,
 )
@@ -315,7 +307,7 @@ define(
     "attention_backward",
     f"(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor sums, {_REST}) -> Tensor[]",
     _gradients,
-    _fake_gradients,
+    fake_gradients,
 )
 
 

@@ -380,11 +380,13 @@ def with_sinks(forward: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., t
     return run
 
 
-def _fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    """Return tensors without values for the results of attention."""
     return empty_results(q, v)
 
 
-def _fake_gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> list[Tensor]:
+def fake_gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> list[Tensor]:
+    """Return tensors without values for the gradients of attention."""
     return empty_gradients(q, k, v)
 
 
@@ -410,7 +412,7 @@ define(
     "flash_attention",
     f"(Tensor q, Tensor k, Tensor v, {_REST}, Tensor? sinks=None) -> (Tensor, Tensor)",
     with_sinks(reference),
-    _fake,
+    fake,
     save=_save,
     backward=_backward,
 )
@@ -418,7 +420,7 @@ define(
     "flash_attention_backward",
     f"(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor log_sums, {_REST}) -> Tensor[]",
     reference_backward,
-    _fake_gradients,
+    fake_gradients,
 )
 if has_triton():
     torch.library.impl(f"{NAMESPACE}::flash_attention", "CUDA", with_sinks(launch))

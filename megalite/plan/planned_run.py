@@ -348,8 +348,8 @@ class PlannedRun:
         return max(self.ranks, key=lambda units: units.size)
 
     def matrices_of(self, units: RankUnits) -> list[WeightRecord]:
-        """Return the weights of a pipeline rank that Muon updates; none with another optimizer."""
-        if self.config.optimizer.optimizer != "muon":
+        """Return the matrices of a pipeline rank that are updated as a whole; none with AdamW."""
+        if not self.config.optimizer.updates_whole_matrices:
             return []
         held = [self.units.layers[kind] for kind in units.kinds] + [self.units.head] * units.is_last
         return [weight for unit in held for weight in unit.weights if weight.matrices]
