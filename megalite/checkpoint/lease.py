@@ -157,6 +157,7 @@ class FolderLease:
             LeaseLost: the file is gone, or another run's.
             OSError: the folder cannot be read.
         """
+        began_at = time.monotonic()  # a process that is stopped after it has read must read again
         try:
             is_own = read_regular(self.folder / self.name, _MAX_BYTES) == self.content
         except OSError as error:
@@ -170,7 +171,7 @@ class FolderLease:
         if self._is_lost or (self._has_seen and not is_own):
             self._is_lost = True
             raise self.loss()
-        self._checked_at = time.monotonic()
+        self._checked_at = began_at
 
     def loss(self) -> LeaseLost:
         """Return the error for a lost lease. It names the new holder if this rank can see it."""

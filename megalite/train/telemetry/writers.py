@@ -167,7 +167,7 @@ class Writers:
     Args:
         resolved_config_text: the whole run's config, shown in dashboards.
         save: the run's checkpoint folder.
-        lease: lease on that folder; a run that has lost it writes no more metrics.
+        lease: lease on that folder; a run that has lost it writes no more metrics, but a record it had begun.
 
     Attributes:
         intervals: intervals in iterations at which to call `iteration`; if several are due, in this order.

@@ -236,6 +236,24 @@ def test_a_lease_that_was_deleted_is_lost(held: HeldLease, tmp_path: Path) -> No
     assert held.is_lost()
 
 
+def test_a_check_that_was_interrupted_is_repeated(held: HeldLease, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process may be stopped after it has read its lease; the answer is old when it goes on."""
+    read, now = lease_module.read_regular, [1000.0]
+
+    def stopped_after_reading(file: Path, limit: int) -> bytes:
+        content = read(file, limit)
+        now[0] += 600
+        return content
+
+    monkeypatch.setattr(lease_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(lease_module, "_CHECK_SECONDS", 1.0)
+    with monkeypatch.context() as during:
+        during.setattr(lease_module, "read_regular", stopped_after_reading)
+        held.check()
+    (held.folder / held.name).unlink()
+    assert held.is_lost()
+
+
 def test_a_link_in_the_leases_place_is_not_followed(tmp_path: Path) -> None:
     target = tmp_path / "target"
     target.write_text("mine")
