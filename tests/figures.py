@@ -1,12 +1,16 @@
 """Count what a change of the package costs: its size, and the files that an option or a step touches.
 
-`tests/figures.json` has the most that each figure may be. After a change that lowers some, lower these too:
+`tests/figures.json` has the most that each figure may be: "limits", which only fall, and "prices", what each
+feature has added since. After a change that lowers figures, lower the limits too. A feature that users have
+asked for states its price, which then stands in its commit:
 
-python -m tests.figures     run from the repository root
+python -m tests.figures                       run from the repository root
+python -m tests.figures --price "data phases"
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
 import json
 import re
@@ -14,6 +18,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "megalite"
@@ -92,23 +97,50 @@ def count_in_run() -> dict[str, int]:
 
 
 def above_limits(figures: Mapping[str, int]) -> list[str]:
-    """Return a line for each figure that is above its limit."""
-    limits = json.loads(LIMITS.read_text(encoding="utf-8"))
+    """Return a line for each figure that is above its limit and the prices of features."""
+    allowed = _allowed(json.loads(LIMITS.read_text(encoding="utf-8")))
     return [
-        f"{name}: {figure}, at most {limits[name]}"
+        f"{name}: {figure}, at most {allowed[name]}"
         for name, figure in figures.items()
-        if figure > limits[name]
+        if figure > allowed[name]
     ]
+
+
+def lower(record: dict[str, Any], figures: Mapping[str, int], feature: str | None = None) -> dict[str, Any]:
+    """Return limits and prices: lower limits where figures fell, or what a feature has added as its price."""
+    excess = {
+        name: figure - allowed for name, allowed in _allowed(record).items() if (figure := figures[name])
+    }
+    fallen = {name: min(difference, 0) for name, difference in excess.items()}
+    prices = dict(record["prices"])
+    if feature is not None:
+        added = {name: difference for name, difference in excess.items() if difference > 0}
+        old = prices.get(feature, {})
+        prices[feature] = old | {name: old.get(name, 0) + difference for name, difference in added.items()}
+    limits = {name: limit + fallen[name] for name, limit in record["limits"].items()}
+    return {"limits": limits, "prices": prices}
+
+
+def _allowed(record: dict[str, Any]) -> dict[str, int]:
+    prices = record["prices"].values()
+    return {
+        name: limit + sum(price.get(name, 0) for price in prices) for name, limit in record["limits"].items()
+    }
 
 
 def main() -> None:
     """Write the figures of this checkout as the new limits, unless they are higher."""
-    figures = count_in_sources() | count_in_run()
-    before = json.loads(LIMITS.read_text(encoding="utf-8")) if LIMITS.exists() else figures
-    limits = {name: min(figure, before.get(name, figure)) for name, figure in figures.items()}
-    LIMITS.write_text(json.dumps(limits, indent=1) + "\n", encoding="utf-8")
-    for name, figure in figures.items():
-        print(f"{name:<50}{before.get(name, figure):8}{figure:8}")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--price", metavar="FEATURE", help="what is above the limits is the price of this feature"
+    )
+    feature = parser.parse_args().price
+    record, figures = json.loads(LIMITS.read_text(encoding="utf-8")), count_in_sources() | count_in_run()
+    LIMITS.write_text(json.dumps(lower(record, figures, feature), indent=1) + "\n", encoding="utf-8")
+    for name, before in _allowed(record).items():
+        print(f"{name:<50}{before:8}{figures[name]:8}")
 
 
 if __name__ == "__main__":
