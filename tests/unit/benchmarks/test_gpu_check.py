@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -54,17 +55,22 @@ ROOT = Path(__file__).parents[3]
 REPORT = """
 import json, os, subprocess, sys, time
 def report(name, value=1.0):
-    with open({file!r}, "a") as results:
+    with open(sys.argv[1], "a") as results:
         results.write(json.dumps(dict(
             name=name, measured=value, expected=None, unit="", verdict="info", detail="")) + "\\n")
+def hang():
+    open(sys.argv[1] + ".hangs", "w")
+    time.sleep(1000)
 """
+PROGRAM_SECONDS = 2.0
+"""What each program takes by the clock of `clock`, unless it hangs."""
 
 
 def programs(**scripts: str) -> tuple[Stage, Command]:
     """A stage with a check of each name, which runs the script; one named build comes before the checks."""
 
     def command(check: Check, context: CheckContext, file: Path) -> Sequence[str]:
-        return [sys.executable, "-c", REPORT.format(file=str(file)) + scripts[check.name]]
+        return [sys.executable, "-c", REPORT + scripts[check.name], str(file)]
 
     checks = [Check(name, "none.none", 20.0) for name in scripts]
     builds = [check for check in checks if check.name == "build"]
@@ -73,6 +79,34 @@ def programs(**scripts: str) -> tuple[Stage, Command]:
 
 def run_stage(stage: Stage, out: Path, command: Command, limit: float = 60.0, **options: Any) -> list[Result]:
     return StageRunner(out, "cpu", "a machine", True, command=command, **options).run(stage, limit)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Replace the runner's clock by one that its programs move: a busy machine changes no result.
+
+    A program that calls `hang` takes all the time that it may take, as soon as it has come there.
+    """
+    now = [1000.0]
+
+    class Program(subprocess.Popen[bytes]):
+        def wait(self, timeout: float | None = None) -> int:
+            if timeout in (None, runner.SECONDS_TO_END):
+                return super().wait(timeout and 300.0)
+            hangs = Path(f"{self.args[-1]}.hangs")  # type: ignore[index]
+            while self.poll() is None and not hangs.exists():
+                time.sleep(0.01)
+            if hangs.exists():
+                now[0] += timeout
+                raise subprocess.TimeoutExpired(self.args, timeout)
+            now[0] += PROGRAM_SECONDS
+            return self.returncode
+
+    names = ("STDOUT", "TimeoutExpired")
+    fake = SimpleNamespace(Popen=Program, **{name: getattr(subprocess, name) for name in names})
+    monkeypatch.setattr(runner, "subprocess", fake)
+    monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    return now
 
 
 def test_a_failed_check_is_named_and_the_next_one_runs(tmp_path: Path) -> None:
@@ -98,24 +132,20 @@ def test_a_failed_check_is_named_and_the_next_one_runs(tmp_path: Path) -> None:
     assert log.rstrip().endswith("0 passed, 2 failed, 0 skipped")
 
 
-def test_a_check_over_its_time_is_ended_with_what_it_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(runner, "SECONDS_TO_END", 0.5)
+def test_a_check_over_its_time_is_ended_with_what_it_started(tmp_path: Path, clock: list[float]) -> None:
     child = tmp_path / "child"
     hangs = f"""
 report("first")
-sleeper = "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(100)"
+sleeper = "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(1000)"
 process = subprocess.Popen([sys.executable, "-c", sleeper])
 open({str(child)!r}, "w").write(str(process.pid))
 print("waiting", flush=True)
-time.sleep(100)
+hang()
 """
     stage, command = programs(hangs=hangs, next="report('second')")
     stage = Stage(3, "", [Check("hangs", stage.checks[0].function, 3.0), stage.checks[1]])
-    start = time.monotonic()
     results = run_stage(stage, tmp_path, command)
-    assert time.monotonic() - start < 30
+    assert clock == [1000.0 + 3.0 + PROGRAM_SECONDS]
     assert [r.name for r in results] == ["first", "hangs", "second"]
     assert (results[1].verdict, results[1].detail) == ("skipped (time)", "not finished after 3 s: waiting")
     assert not has_failed(results)
@@ -129,40 +159,38 @@ def _is_running(pid: int) -> bool:
         return False
 
 
-def test_a_stage_keeps_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "SECONDS_TO_END", 0.5)
-    stage, command = programs(slow="time.sleep(100)", late="report('late')")
-    start = time.monotonic()
-    results = run_stage(stage, tmp_path, command, limit=3.0)
-    assert time.monotonic() - start < 5
+def test_a_stage_keeps_its_limit(tmp_path: Path, clock: list[float]) -> None:
+    stage, command = programs(slow="hang()", late="report('late')")
+    results = run_stage(stage, tmp_path, command, limit=11.0)
+    assert clock == [1000.0 + 11.0 - runner.SECONDS_TO_END]
     assert [(r.name, r.verdict) for r in results] == [("slow", "skipped (time)"), ("late", "skipped (time)")]
     assert results[1].detail == "not run: the time was over"
 
 
-def test_a_build_takes_no_time_of_the_checks_and_runs_once(tmp_path: Path) -> None:
+def test_a_build_takes_no_time_of_the_checks_and_runs_once(tmp_path: Path, clock: list[float]) -> None:
     builds = tmp_path / "builds"
-    build = f"open({str(builds)!r}, 'a').write('x'); time.sleep(2.0); report('built')"
+    build = f"open({str(builds)!r}, 'a').write('x'); report('built')"
     stage, command = programs(build=build, check="report('measured')")
     runner_ = StageRunner(tmp_path, "cpu", "a machine", True, command=command)
     results = runner_.run(stage, limit=runner.SECONDS_TO_END + 1.5)
     assert [r.name for r in results] == ["built", "build: time", "measured"]
-    assert results[1].measured >= 2.0 and results[1].unit == "s"  # type: ignore[operator]
+    assert results[1].measured == PROGRAM_SECONDS and results[1].unit == "s"
     assert [r.name for r in runner_.run(stage)] == ["measured"]
     assert builds.read_text() == "x"
 
 
-def test_a_command_keeps_its_end_with_the_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "SECONDS_TO_END", 0.5)
-    stage, command = programs(build="time.sleep(100)", check="report('measured')")
-    results = run_stage(stage, tmp_path, command, end=time.monotonic() + 2.0)
+def test_a_command_keeps_its_end_with_the_build(tmp_path: Path, clock: list[float]) -> None:
+    stage, command = programs(build="hang()", check="report('measured')")
+    results = run_stage(stage, tmp_path, command, end=clock[0] + 10.0)
+    assert clock == [1000.0 + 10.0 - runner.SECONDS_TO_END]
     assert [(r.name, r.verdict) for r in results if r.verdict != "info"] == [
         ("build", "skipped (time)"),
         ("check", "skipped (time)"),
     ]
 
 
-def test_a_resumed_stage_runs_what_was_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "SECONDS_TO_END", 0.5)
+@pytest.mark.usefixtures("clock")
+def test_a_resumed_stage_runs_what_was_cut_off(tmp_path: Path) -> None:
     gate, runs = tmp_path / "gate", tmp_path / "runs"
     note = f"open({str(runs)!r}, 'a').write(sys.argv[0])\n"
     stage, command = programs(
@@ -170,11 +198,11 @@ def test_a_resumed_stage_runs_what_was_cut_off(tmp_path: Path, monkeypatch: pyte
         cut=f"""
 report("first half")
 if not os.path.exists({str(gate)!r}):
-    time.sleep(100)
+    hang()
 report("second half")
 """,
     )
-    results = run_stage(stage, tmp_path, command, limit=4.0)
+    results = run_stage(stage, tmp_path, command)
     assert [r.name for r in results] == ["wrong", "wrong", "first half", "cut"]
     assert not is_complete(tmp_path, stage, "a machine")
     gate.touch()
@@ -186,6 +214,7 @@ report("second half")
     assert "=== wrong" in (tmp_path / "stage_3.log").read_text()
 
 
+@pytest.mark.usefixtures("clock")
 def test_a_resumed_check_goes_on_after_what_it_has_reported(tmp_path: Path) -> None:
     """The check of many rows reports each once, over several commands that time ends."""
     known: list[frozenset[str]] = []
@@ -193,8 +222,8 @@ def test_a_resumed_check_goes_on_after_what_it_has_reported(tmp_path: Path) -> N
     def command(check: Check, context: CheckContext, file: Path) -> Sequence[str]:
         known.append(context.done)
         new = f"row {len(context.done)}"
-        hangs = "time.sleep(100)" if len(known) < 3 else ""
-        return [sys.executable, "-c", REPORT.format(file=str(file)) + f"report({new!r}); {hangs}"]
+        hangs = "hang()" if len(known) < 3 else ""
+        return [sys.executable, "-c", REPORT + f"report({new!r}); {hangs}", str(file)]
 
     stage = Stage(3, "of rows", [Check("rows", "none.none", 1.5)])
     for resumes in (False, True, True):
