@@ -2,6 +2,8 @@
 
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
@@ -9,34 +11,71 @@ import torch.distributed as dist
 from megalite.distributed import store_barrier
 
 
-@pytest.fixture(autouse=True)
-def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_barrier, "_BEAT_SECONDS", 0.05)
-    monkeypatch.setattr(store_barrier, "_SILENCE_SECONDS", 0.3)
+class FakeTime:
+    """A clock that pauses alone move, during which another rank acts.
+
+    Args:
+        other: what the other rank does in a pause, by the time.
+    """
+
+    def __init__(self, other: Callable[[float], object]) -> None:
+        self.now = 0.0
+        self._other = other
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        self._other(self.now)
 
 
-def test_nobody_at_work_is_not_waited_for() -> None:
-    start = time.monotonic()
+def test_nobody_at_work_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = FakeTime(lambda now: None)
+    monkeypatch.setattr(store_barrier, "time", clock)
     store_barrier.wait_for_all(dist.HashStore(), 2)  # type: ignore[attr-defined]
-    assert 0.3 <= time.monotonic() - start < 5
+    silence = store_barrier._SILENCE_SECONDS
+    assert silence < clock.now <= silence + 2 * store_barrier._MAX_POLL_SECONDS
 
 
-def test_one_at_work_is_waited_for() -> None:
+def test_one_at_work_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()  # type: ignore[attr-defined]
-    arrived = []
+    silence = store_barrier._SILENCE_SECONDS
 
-    def work() -> None:
-        with store_barrier.at_work(store):
-            time.sleep(1.0)
-        arrived.append(time.monotonic())
-        store_barrier.wait_for_all(store, 2)
+    def work(now: float) -> None:
+        if now < 10 * silence:
+            store.add(store_barrier._BEATS, 1)
 
-    for _ in range(2):
-        thread = threading.Thread(target=work)
-        thread.start()
-        store_barrier.wait_for_all(store, 2)
-        assert arrived and time.monotonic() >= arrived.pop()
-        thread.join()
+    clock = FakeTime(work)
+    monkeypatch.setattr(store_barrier, "time", clock)
+    assert not store_barrier.wait_for_key(store, "arrives never")
+    assert 11 * silence <= clock.now <= 11 * silence + 3 * store_barrier._MAX_POLL_SECONDS
+
+
+def test_one_at_work_beats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_barrier, "_BEAT_SECONDS", 0.01)
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    with store_barrier.at_work(store):
+        while store.add(store_barrier._BEATS, 0) < 3:  # a thread that never beats hangs the test
+            time.sleep(0.01)
+    number = store.add(store_barrier._BEATS, 0)
+    time.sleep(0.1)
+    assert store.add(store_barrier._BEATS, 0) == number
+
+
+def test_all_meet_each_time() -> None:
+    """No rank leaves a barrier before the others have come to it."""
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    arrived = [0, 0]
+
+    def meet(rank: int) -> None:
+        for number in range(1, 21):
+            arrived[rank] = number
+            store_barrier.wait_for_all(store, 2)
+            assert arrived[1 - rank] >= number
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(meet, range(2)))
 
 
 def test_no_thread_is_left_and_an_error_passes() -> None:
