@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import runpy
 import socket
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from megalite.config import entry_point
@@ -19,14 +21,14 @@ ROOT = Path(__file__).parents[1]
 
 
 def run_program(
-    path: str | Path, *arguments: object, environment: Mapping[str, str] | None = None, timeout: float = 120.0
+    path: str | Path, *arguments: object, environment: Mapping[str, str] | None = None, timeout: float = 600.0
 ) -> subprocess.CompletedProcess[str]:
     """Run what ``python PATH ARGUMENTS`` runs in the repository's folder, on a CPU."""
     return _run([[str(path), *map(str, arguments)]], [environment or {}], timeout)[0]
 
 
 def run_program_on_ranks(
-    path: str, *arguments_of_ranks: Sequence[object], timeout: float = 120.0
+    path: str, *arguments_of_ranks: Sequence[object], timeout: float = 600.0
 ) -> list[subprocess.CompletedProcess[str]]:
     """Run the program once per rank, with the variables that a scheduler sets.
 
@@ -44,9 +46,12 @@ def run_program_on_ranks(
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a port that is free, and that the system does not give to another socket by itself."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 30_000)  # Linux' own are from 32768 on
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port))
+            return port
 
 
 def _run(

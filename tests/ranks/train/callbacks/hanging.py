@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
-import socket
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ from megalite.distributed.rendezvous import Launch
 from megalite.distributed.topology import Topology
 from megalite.train.callbacks import watchdog
 from megalite.train.trainer import Trainer, start_trainer
+from tests.programs import free_port
 
 NUM_RANKS = 4
 CONFIG = Config(
@@ -59,16 +59,14 @@ def run_with_fault(fault: Fault, at_fault: int, parallel: ParallelConfig, folder
         at_fault: the rank.
     """
     context = forked_with_torch()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     config = replace(
         CONFIG,
         parallel=dataclasses.replace(parallel, distributed_backend="gloo", num_threads=1),
         checkpoint=CheckpointConfig(save=str(folder)),
     )
     ranks = [
-        context.Process(target=_rank_main, args=(rank, port, config, fault if rank == at_fault else None))
+        context.Process(target=_rank_main, args=(rank, port, config, fault, at_fault))
         for rank in range(NUM_RANKS)
     ]
     for process in ranks:
@@ -77,7 +75,7 @@ def run_with_fault(fault: Fault, at_fault: int, parallel: ParallelConfig, folder
         stopped = fault is stop_process
         for rank, process in enumerate(ranks):
             if not (stopped and rank == at_fault):
-                process.join(90)
+                process.join(600)
         statuses = [process.exitcode for process in ranks]
     finally:
         for process in ranks:
@@ -107,18 +105,21 @@ def stop_process(trainer: Trainer) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def _rank_main(rank: int, port: int, config: Config, fault: Fault | None) -> None:
+def _rank_main(rank: int, port: int, config: Config, fault: Fault, at_fault: int) -> None:
     folder = config.checkpoint.save
     assert folder is not None
     descriptor = os.open(Path(folder) / f"stderr_{rank}", os.O_WRONLY | os.O_CREAT)
     os.dup2(descriptor, 2)
-    watchdog._PATIENCE_SECONDS = 1.0
+    # A busy machine may keep a thread from a core for some polls.
+    watchdog._SILENT_POLLS = 40 if fault is stop_process else 400
+    # Rank 0 serves the store.
+    watchdog._PATIENCE_SECONDS = 1.0 if fault is stop_process and at_fault == 0 else 120.0
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     with Topology.start(config.parallel.mesh, Launch(rank, NUM_RANKS, rank, NUM_RANKS)) as topology:
         trainer = start_trainer(config, topology)
         with watchdog.HangWatchdog().running(SimpleNamespace(trainer=trainer)):  # type: ignore[arg-type]
             trainer.step()
-            if fault:
+            if rank == at_fault:
                 fault(trainer)
             for _ in range(3):
                 trainer.step()
