@@ -2,30 +2,39 @@
 
 from __future__ import annotations
 
-import time
+import threading
 from pathlib import Path
 from unittest import mock
 
 import pytest
 
-from benchmarks.gpu_check.saves import CASES, SMALL_MODEL, Case, Compared, compare_saves, config_of
+from benchmarks.gpu_check.saves import CASES, NUM_STEPS, SMALL_MODEL, Case, Compared, compare_saves, config_of
 from megalite.checkpoint.host_copy import HostCopy
 from megalite.config import Config
 from megalite.distributed.topology import Topology
+from megalite.train.trainer import StepResult, Trainer
 from tests.live_ranks import run_ranks
 
 
 def compare_with_slow_copies(topology: Topology, config: Config, is_protected: bool) -> Compared:
     """The copy takes longer than the next gradients; without protection the update does not wait for it."""
-    fill, protect = HostCopy.fill, HostCopy.protect
+    fill, protect, step = HostCopy.fill, HostCopy.protect, Trainer.step
+    is_updated = threading.Event()
 
     def fill_late(copy: HostCopy) -> None:
-        time.sleep(0.3)
+        is_updated.wait(0.3 if is_protected else 300.0)
         fill(copy)
+
+    def step_and_tell(trainer: Trainer) -> StepResult:
+        result = step(trainer)
+        if trainer.progress.iteration > NUM_STEPS:
+            is_updated.set()
+        return result
 
     with (
         mock.patch.object(HostCopy, "fill", fill_late),
         mock.patch.object(HostCopy, "protect", protect if is_protected else lambda copy: None),
+        mock.patch.object(Trainer, "step", step_and_tell),
     ):
         return compare_saves(topology, config)
 
