@@ -40,7 +40,9 @@ from tests.live_ranks import RANKS
 
 atexit.register(shutil.rmtree, os.environ["HF_DATASETS_CACHE"], ignore_errors=True)
 
-hypothesis.settings.register_profile("megalite", deadline=None)  # a busy machine is no failure
+hypothesis.settings.register_profile(  # a busy machine is no failure
+    "megalite", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
 hypothesis.settings.load_profile("megalite")
 
 ROOT = Path(__file__).parents[1]

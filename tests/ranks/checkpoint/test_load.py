@@ -117,7 +117,7 @@ def damage(file: Path) -> None:
 def test_a_damaged_file_of_one_rank_is_reported_by_all(tmp_path, damage, what):
     run_ranks(save, parallel(tp=2).mesh, 2, tmp_path)
     damage(tmp_path / "iter_0000010" / "pp_00_tp_01.safetensors")
-    first, second = run_ranks(load, parallel(tp=2).mesh, 2, tmp_path, timeout=60.0)
+    first, second = run_ranks(load, parallel(tp=2).mesh, 2, tmp_path)
     assert first == second
     assert f"(iter_0000010: pp_00_tp_01.safetensors {what})" in first
 
@@ -139,7 +139,7 @@ def save_where_one_rank_cannot(topology, folder: Path) -> str:
 
 def test_a_full_disk_of_one_rank_is_reported_by_all_and_leaves_nothing(tmp_path):
     run_ranks(save, parallel(tp=2).mesh, 2, tmp_path)
-    first, second = run_ranks(save_where_one_rank_cannot, parallel(tp=2).mesh, 2, tmp_path, timeout=60.0)
+    first, second = run_ranks(save_where_one_rank_cannot, parallel(tp=2).mesh, 2, tmp_path)
     assert first == second
     assert "iter_0000020 cannot be written (rank 1: File too large): free space or change --save" in first
     assert {file.name for file in tmp_path.iterdir()} == {"iter_0000010", "latest"}

@@ -127,7 +127,7 @@ def compare_sums(topology) -> None:
 
 @pytest.mark.parametrize(("dp", "shard"), [(2, None), (4, 2)])
 def test_sums_are_those_of_plain_all_reduces(dp, shard):
-    run_ranks(compare_sums, parallel(dp, shard).mesh, dp, timeout=60.0)
+    run_ranks(compare_sums, parallel(dp, shard).mesh, dp)
 
 
 def record_course_of_groups(topology, stage: int) -> list[str]:
@@ -262,14 +262,14 @@ def reduce_branches(topology, skip_on_rank: int | None, stage: int) -> tuple[lis
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_ranks_whose_gradients_come_in_other_orders_sum_the_right_ones(stage):
-    first, second = run_ranks(reduce_branches, parallel(2).mesh, 2, None, stage, timeout=30.0)
+    first, second = run_ranks(reduce_branches, parallel(2).mesh, 2, None, stage)
     assert first[0] != second[0]
     assert first[1] == second[1] == [6.0, 60.0]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_a_parameter_without_gradient_on_one_rank(stage):
-    for _, sums in run_ranks(reduce_branches, parallel(2).mesh, 2, 1, stage, timeout=30.0):
+    for _, sums in run_ranks(reduce_branches, parallel(2).mesh, 2, 1, stage):
         assert sums == [6.0, 20.0]
 
 
@@ -303,7 +303,7 @@ def backward_once_too_often(topology) -> None:
 
 def test_a_gradient_that_comes_too_late_is_no_silent_error():
     with pytest.raises(RankError, match=r"more backward passes than passed to begin\(\)"):
-        run_ranks(backward_once_too_often, parallel(2).mesh, 2, timeout=30.0)
+        run_ranks(backward_once_too_often, parallel(2).mesh, 2)
 
 
 def test_what_follows_a_reduction_has_all_microbatches() -> None:

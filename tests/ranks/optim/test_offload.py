@@ -44,7 +44,7 @@ def copies_of(topology, config: Config):
             nonlocal num_calls
             num_calls += 1
             if num_calls % len(offload.storage.ranges) == 0:  # the last range of an update
-                waited.append(began.wait(30))
+                waited.append(began.wait(300))
             return adamw_(*tensors, **settings)
 
         optimizer.finish_gradients = count_and_finish
