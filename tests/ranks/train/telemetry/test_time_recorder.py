@@ -49,18 +49,20 @@ CONFIG = Config(
     data=DataConfig(mock_data=True),
     training=TrainingConfig(micro_batch_size=2, global_batch_size=4, train_iters=4, eval_iters=0),
 )
+SCALES = (0.5, 2.0, 8.0)
+"""Factors of the seconds below, tried in turn until the fault is many times what a busy machine takes."""
 SECONDS = 0.4
 """Extra seconds of a wait for data, a save, an evaluation and so on: many times an iteration."""
 RANK_SECONDS = {"tp": 1.2, "dp": 0.5, "pp": 0.5}
 """Extra seconds of a slow rank's forward. Two busy cores take long for the many waits along tp."""
 LINK_SECONDS = {"tp": 0.02, "dp": 0.2, "pp": 0.1}
 """Extra seconds of each of an iteration's waits along an axis."""
-Fault = Callable[[Trainer], AbstractContextManager[Any] | None]
-"""Makes a fault in a trainer, or returns a context in which all of the process has it."""
+Fault = Callable[[Trainer, float], AbstractContextManager[Any] | None]
+"""Makes a fault of this scale in a trainer, or returns a context in which all of the process has it."""
 
 
-def _sleep(*_: Any) -> None:
-    time.sleep(SECONDS)
+def _sleeper(scale: float) -> Callable[..., None]:
+    return lambda *_: time.sleep(SECONDS * scale)
 
 
 @dataclass
@@ -82,23 +84,23 @@ def _axis(trainer: Trainer) -> str:
     return next(name for name, axis in trainer.topology.axes.items() if axis.size > 1)
 
 
-def _slow_rank(trainer: Trainer) -> None:
-    seconds = RANK_SECONDS[_axis(trainer)]
+def _slow_rank(trainer: Trainer, scale: float) -> None:
+    seconds = RANK_SECONDS[_axis(trainer)] * scale
     if trainer.topology.rank == 1:
         trainer.chunks[0].register_forward_pre_hook(lambda *_: time.sleep(seconds))
 
 
-def _slow_link(trainer: Trainer) -> None:
+def _slow_link(trainer: Trainer, scale: float) -> None:
     axis = _axis(trainer)
-    trainer.topology.observers.insert(0, SlowWait(axis, LINK_SECONDS[axis]))
+    trainer.topology.observers.insert(0, SlowWait(axis, LINK_SECONDS[axis] * scale))
 
 
-def _starved_loader(trainer: Trainer) -> None:
+def _starved_loader(trainer: Trainer, scale: float) -> None:
     if trainer.topology.rank == 1:
         loader = trainer.load_batch
         assert loader._prefetcher is not None
-        take = loader._prefetcher.take
-        loader._prefetcher.take = lambda *what: (_sleep(), take(*what))[1]  # type: ignore[method-assign]
+        sleep, take = _sleeper(scale), loader._prefetcher.take
+        loader._prefetcher.take = lambda *what: (sleep(), take(*what))[1]  # type: ignore[method-assign]
 
 
 class SlowOperators(EagerMode):
@@ -116,31 +118,32 @@ class SlowOperators(EagerMode):
         return func(*args, **(kwargs or {}))
 
 
-def _slow_gemms(trainer: Trainer) -> SlowOperators:
-    return SlowOperators(trainer, 0.02, "mm", "addmm", "add_weight_gradient_")
+def _slow_gemms(trainer: Trainer, scale: float) -> SlowOperators:
+    return SlowOperators(trainer, 0.02 * scale, "mm", "addmm", "add_weight_gradient_")
 
 
-def _slow_attention(trainer: Trainer) -> SlowOperators:
+def _slow_attention(trainer: Trainer, scale: float) -> SlowOperators:
     fused = "_scaled_dot_product_flash_attention_for_cpu"
-    return SlowOperators(trainer, 0.05, fused, f"{fused}_backward")
+    return SlowOperators(trainer, 0.05 * scale, fused, f"{fused}_backward")
 
 
-def _slow_unfused_attention(trainer: Trainer) -> SlowOperators:
-    return SlowOperators(trainer, 0.03, "causal_softmax_", "bmm")
+def _slow_unfused_attention(trainer: Trainer, scale: float) -> SlowOperators:
+    return SlowOperators(trainer, 0.03 * scale, "causal_softmax_", "bmm")
 
 
-def _slow_norms(trainer: Trainer) -> SlowOperators:
-    return SlowOperators(trainer, 0.03, "native_layer_norm", "native_layer_norm_backward")
+def _slow_norms(trainer: Trainer, scale: float) -> SlowOperators:
+    return SlowOperators(trainer, 0.03 * scale, "native_layer_norm", "native_layer_norm_backward")
 
 
-def _slow_python(trainer: Trainer) -> None:
+def _slow_python(trainer: Trainer, scale: float) -> None:
+    sleep = _sleeper(scale)
     trainer.chunks[0].register_forward_pre_hook(
-        lambda *_: _sleep() if trainer.progress.iteration >= 2 else None
+        lambda *_: sleep() if trainer.progress.iteration >= 2 else None
     )
 
 
-def _long_stages(trainer: Trainer) -> None:
-    trainer.chunks[0].register_forward_pre_hook(_sleep)
+def _long_stages(trainer: Trainer, scale: float) -> None:
+    trainer.chunks[0].register_forward_pre_hook(_sleeper(scale))
 
 
 def _before(owner: type, method: str, action: Callable[..., Any]) -> AbstractContextManager[Any]:
@@ -150,32 +153,33 @@ def _before(owner: type, method: str, action: Callable[..., Any]) -> AbstractCon
     return mock.patch.object(owner, method, call)
 
 
-def _slow_disk(_: Trainer) -> AbstractContextManager[Any]:
-    return _before(Saver, "save", _sleep)
+def _slow_disk(_: Trainer, scale: float) -> AbstractContextManager[Any]:
+    return _before(Saver, "save", _sleeper(scale))
 
 
-def _slow_evaluation(trainer: Trainer) -> None:
-    trainer.chunks[0].register_forward_pre_hook(lambda chunk, _: None if chunk.training else _sleep())
+def _slow_evaluation(trainer: Trainer, scale: float) -> None:
+    sleep = _sleeper(scale)
+    trainer.chunks[0].register_forward_pre_hook(lambda chunk, _: None if chunk.training else sleep())
 
 
-def _garbage(trainer: Trainer) -> None:
+def _garbage(trainer: Trainer, scale: float) -> None:
     def collect(*_: Any) -> None:
-        end = time.perf_counter() + SECONDS
+        end = time.perf_counter() + SECONDS * scale
         while time.perf_counter() < end:
             gc.collect()
 
     trainer.chunks[0].register_forward_pre_hook(collect)
 
 
-def _slow_log(_: Trainer) -> AbstractContextManager[Any]:
-    return _before(Writers, "iteration", _sleep)
+def _slow_log(_: Trainer, scale: float) -> AbstractContextManager[Any]:
+    return _before(Writers, "iteration", _sleeper(scale))
 
 
-def _nothing(_: Trainer) -> None:
+def _nothing(_: Trainer, scale: float) -> None:
     """Make no fault."""
 
 
-def _run(topology: Topology, config: Config, fault: Fault) -> list[str]:
+def _run(topology: Topology, config: Config, fault: Fault, scale: float = 1.0) -> list[str]:
     """Train with the fault, and return the log lines."""
     lines: list[str] = []
     log.setLevel("INFO")
@@ -184,7 +188,7 @@ def _run(topology: Topology, config: Config, fault: Fault) -> list[str]:
     with (
         start_trainer(config, topology) as trainer,
         Writers(config.logging, topology, "", config.checkpoint.save) as writers,
-        fault(trainer) or nullcontext(),
+        fault(trainer, scale) or nullcontext(),
     ):
         train(trainer, StopConditions(config.training, topology, signals), default_callbacks(writers, config))
     return lines
@@ -214,19 +218,30 @@ def _run(topology: Topology, config: Config, fault: Fault) -> list[str]:
     ids=lambda value: value.__name__ if callable(value) else value if len(value) == 2 else None,
 )
 def test_a_fault_is_named(fault: Fault, layout: str, term: str, evidence: str, tmp_path: Path) -> None:
+    """A machine that stops a rank for a while is a fault too, and is named: then a longer fault is tried."""
+    for scale in SCALES:
+        try:
+            _check(fault, layout, scale, term, evidence, tmp_path / str(scale))
+            return
+        except AssertionError:
+            if scale == SCALES[-1]:
+                raise
+
+
+def _check(fault: Fault, layout: str, scale: float, term: str, evidence: str, folder: Path) -> None:
     config = replace(
         CONFIG,
         parallel=LAYOUTS[layout],
         logging=LoggingConfig(log_interval=1, log_time_breakdown=True),
         model=replace(CONFIG.model, attention_dropout=0.1 * (fault is _slow_unfused_attention)),
-        checkpoint=CheckpointConfig(save=str(tmp_path), save_interval=1 if fault is _slow_disk else None),
+        checkpoint=CheckpointConfig(save=str(folder), save_interval=1 if fault is _slow_disk else None),
         training=replace(CONFIG.training, eval_interval=1, eval_iters=1 if fault is _slow_evaluation else 0),
     )
-    _, lines = run_ranks(_run, config.parallel.mesh, 2, config, fault)
+    _, lines = run_ranks(_run, config.parallel.mesh, 2, config, fault, scale)
     (line,) = (line for line in lines if line.startswith("time breakdown: "))
     assert line.startswith(f"time breakdown: {term} cost ")
     assert f" of an iteration: {evidence}" in line
-    samples = read_history(tmp_path / "metrics.jsonl").samples
+    samples = read_history(folder / "metrics.jsonl").samples
     assert [sample.iteration for sample in samples] == [2, 3, 4]
     assert _always_named(samples) == {term}
 
@@ -256,7 +271,7 @@ def _run_with_timers(topology: Topology, config: Config) -> None:
     """Train, and check which iterations have a timer of kernels."""
     measured = []
 
-    def note(trainer: Trainer) -> AbstractContextManager[Any]:
+    def note(trainer: Trainer, _: float) -> AbstractContextManager[Any]:
         return _before(OperatorTimer, "__enter__", lambda: measured.append(trainer.progress.iteration + 1))
 
     _run(topology, config, note)
