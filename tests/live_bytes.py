@@ -38,13 +38,8 @@ class LiveBytes(TorchDispatchMode):
 
     def settled_count(self) -> int:
         """The same once it is at rest: gloo's threads let go of a finished collective's tensors late."""
-        count, num_equal = self.count(), 0
-        while num_equal < 3:
-            time.sleep(0.005)
-            again = self.count()
-            num_equal = num_equal + 1 if again == count and not _others_run() else 0
-            count = again
-        return count
+        wait_for_other_threads()
+        return self.count()
 
     def count(self) -> int:
         """Bytes of those that something still holds."""
@@ -72,6 +67,14 @@ def _storages(tree: Any) -> Iterator[torch.UntypedStorage]:
     elif isinstance(tree, (tuple, list, dict)):
         for each in tree.values() if isinstance(tree, dict) else tree:
             yield from _storages(each)
+
+
+def wait_for_other_threads() -> None:
+    """Wait until no other thread of this process has anything to do."""
+    num_idle = 0
+    while num_idle < 3:
+        time.sleep(0.005)
+        num_idle = 0 if _others_run() else num_idle + 1
 
 
 def _others_run() -> bool:

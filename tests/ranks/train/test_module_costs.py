@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -19,6 +21,7 @@ from megalite.train.callbacks.profiler import profiler
 from megalite.train.module_costs import ModuleCosts, Phase, module_costs
 from megalite.train.trainer import start_trainer
 from megalite.verify.layouts import Layout
+from tests.live_bytes import wait_for_other_threads
 from tests.live_ranks import run_ranks
 from tests.unit.plan.test_parameters import run_of
 
@@ -41,13 +44,20 @@ CONFIG = Config(
 QUICK = ("tp2+sp", "tp2+sp+full", "pp2zb", "dp2+zero2", "dp2+zero3")
 SLOW = ("tp2", "pp2v2", "dp2", "dp2+zero1+gather")
 TOKENS = 2 * MODEL.seq_length
+SETTLING = SimpleNamespace(
+    perf_counter_ns=time.perf_counter_ns,
+    sleep=lambda _: wait_for_other_threads(),  # a fixed time may be too short on a busy machine
+)
 
 
 def costs_and_steps(topology: Topology, config: Config) -> tuple[dict[str, ModuleCosts], list[object]]:
     """Return the costs before the second iteration, and the iterations' results with and without them."""
     with start_trainer(config, topology) as trainer, start_trainer(config, topology) as plain:
         steps = [trainer.step()]
-        with mock.patch("megalite.train.module_costs.NUM_TIMED", 1):
+        with (
+            mock.patch("megalite.train.module_costs.NUM_TIMED", 1),
+            mock.patch("megalite.train.module_costs.time", SETTLING),
+        ):
             costs = module_costs(trainer)
         steps += [trainer.step(), plain.step(), plain.step()]
     return costs, steps

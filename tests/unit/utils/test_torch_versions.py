@@ -115,17 +115,19 @@ class Checkout:
 def test_a_build_shows_that_it_runs_and_what_it_returns(tmp_path: Path) -> None:
     checkout = Checkout(tmp_path, "2.14.1+cu130")
     script = tmp_path / "scripts" / "install.sh"
-    script.write_text(script.read_text().replace("sleep 15", "sleep 0.2"))
-    slow = checkout.python.read_text().replace(
-        "shift 2;", 'shift 2; [[ "$*" != *--editable* ]] || sleep 1.5;'
+    shows = 'echo "   still running, '
+    text = script.read_text().replace("sleep 15", "sleep 0.2").replace(shows, f"echo >>shown; {shows}")
+    script.write_text(text)
+    slow = "until [ $(wc -l <shown) -ge 2 ]; do sleep 0.1; done;"
+    checkout.python.write_text(
+        checkout.python.read_text().replace("shift 2;", f'shift 2; [[ "$*" != *--editable* ]] || {slow}')
     )
-    checkout.python.write_text(slow)
     status, output = checkout.install()
     assert status == 0, output
     assert "== Building and installing megalite" in output.split("   still running, ")[0]
-    assert 2 <= output.count("   still running, ") < 8
+    assert output.count("   still running, ") >= 2
     installed = tmp_path / ".venv" / "bin" / "python"
-    installed.write_text(installed.read_text().replace("sleep 1.5;", "exit 3;"))
+    installed.write_text(installed.read_text().replace(slow, "exit 3;"))
     status, output = checkout.install()
     assert status == 1
     assert output.splitlines()[-1].startswith("error: not installed")
