@@ -6,7 +6,6 @@ import json
 import os
 import resource
 import signal
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from megalite import Callback, pretrain
 from megalite.distributed.local_ranks import forked_with_torch
 from megalite.plan.auto_layout import NOTE
 from tests.end_to_end.conftest import TINY_FLAGS, RunHere
+from tests.programs import free_port
 from tests.soak.folder import losses_of
 
 FLAGS = (
@@ -61,9 +61,7 @@ def _rank_main(arguments: Sequence[str], callbacks: Sequence[Callback], variable
 
 def run(folder: Path, *flags: str, ranks: int = 1, callbacks: Sequence[Callback] = ()) -> tuple[int, str]:
     """Train on some ranks, in a process each; return the exit status of rank 0, and what the ranks log."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     context, logs = forked_with_torch(__name__), [folder / f"log_{rank}" for rank in range(ranks)]
     arguments = [*FLAGS, "--save", str(folder), "--metrics-file", str(folder / "metrics.jsonl"), *flags]
     folder.mkdir(parents=True, exist_ok=True)
@@ -76,7 +74,7 @@ def run(folder: Path, *flags: str, ranks: int = 1, callbacks: Sequence[Callback]
         process.start()
         processes.append(process)
     for process in processes:
-        process.join(120)
+        process.join(600)
     assert processes[0].exitcode is not None
     return processes[0].exitcode, "".join(log.read_text() for log in logs)
 

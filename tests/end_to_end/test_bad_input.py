@@ -234,7 +234,7 @@ def test_a_world_of_another_size_ends_on_every_rank(corpus: str) -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     errors = [line for line in run.stderr.splitlines() if line.startswith("error: ")]
     assert run.returncode == 1

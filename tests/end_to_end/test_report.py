@@ -54,7 +54,7 @@ def _dump(page: Path) -> tuple[dict[str, str], str, str]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=600,
     )
     body = re.search("<body[^>]*>", done.stdout)
     assert body, done.stderr

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -15,6 +17,7 @@ from megalite.cli import train
 from megalite.config import CheckpointConfig
 from megalite.train import stopping
 from megalite.train.loop import _how_to_resume
+from megalite.train.stopping import StopSignals
 from megalite.train.train_step import StepResult
 from megalite.train.trainer import Trainer
 from megalite.utils.log import log
@@ -45,7 +48,20 @@ def _losses(path: Path) -> list[tuple[int, float]]:
 
 
 def _send(number: signal.Signals) -> Callable[[], None]:
-    return lambda: os.kill(os.getpid(), number)
+    """Return what sends a signal and waits until the run has noticed it."""
+
+    def send() -> None:
+        is_noticed, notice = threading.Event(), StopSignals.notice
+
+        def noticed(signals: StopSignals, name: str) -> None:
+            notice(signals, name)
+            is_noticed.set()
+
+        with mock.patch.object(StopSignals, "notice", noticed):
+            os.kill(os.getpid(), number)
+            assert is_noticed.wait(300.0)
+
+    return send
 
 
 def _folders(folder: Path) -> list[str]:
@@ -117,7 +133,7 @@ def test_a_signal_breaks_an_evaluation_off(
     evaluate = Trainer.evaluate
 
     def signalled(trainer: Trainer, *args: Any) -> float:
-        os.kill(os.getpid(), signal.SIGTERM)
+        _send(signal.SIGTERM)()
         return evaluate(trainer, *args)
 
     monkeypatch.setattr(Trainer, "evaluate", signalled)

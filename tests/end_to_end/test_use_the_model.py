@@ -175,7 +175,7 @@ def test_any_layout_uses_any_layouts_checkpoint(model: str, tmp_path: Path, pret
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=600,
         )
         assert result.returncode == 0, result.stderr
         return result.stdout

@@ -14,7 +14,7 @@ from tests.soak.kill_loop import Plan, compare, soak
 
 def _plan(kills: int, ranks: int, layout: str) -> Plan:
     flags = layout.split()
-    return Plan(kills, ranks, save_interval=3, layout=flags, whole_group=0.3, seed=kills, timeout=120.0)
+    return Plan(kills, ranks, save_interval=3, layout=flags, whole_group=0.3, seed=kills, timeout=600.0)
 
 
 def test_two_kills_one_of_them_during_a_save(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def run_unread(*arguments: str, unbuffered: bool = False) -> subprocess.Complete
             stdout=writer,
             stderr=subprocess.PIPE,
             text=True,
-            timeout=120,
+            timeout=600,
         )
     finally:
         os.close(writer)
@@ -62,7 +62,7 @@ def test_another_broken_pipe_keeps_its_traceback() -> None:
         "import os\ndef main(_):\n    ends = os.pipe()\n    os.close(ends[0])\n    os.write(ends[1], b'x')\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", f"{fails}{RUN}"], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", f"{fails}{RUN}"], cwd=ROOT, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 1
     assert "BrokenPipeError" in done.stderr
@@ -101,7 +101,7 @@ def run_program(end: str, **options: object) -> subprocess.CompletedProcess[str]
         cwd=ROOT,
         env={**environment, "PYTHONPATH": str(ROOT)},
         text=True,
-        timeout=120,
+        timeout=600,
         **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options},
     )
 

@@ -152,7 +152,7 @@ def test_processes_share_the_cache_at_the_same_time(write_dataset: WriteDataset,
     url = f"local://{write_dataset([4] * 200)}"
     command = [sys.executable, "-c", READER, url, str(tmp_path / "tmp")]
     readers = [subprocess.Popen(command) for _ in range(3)]
-    assert [reader.wait(60) for reader in readers] == [0, 0, 0]
+    assert [reader.wait(600) for reader in readers] == [0, 0, 0]
     folder = next((tmp_path / "tmp").iterdir())
     assert len(list(folder.iterdir())) == 4, "bytes and marks of two files"
 

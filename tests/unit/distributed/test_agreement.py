@@ -32,7 +32,7 @@ def told(records: Sequence[Mapping[str, str] | None], store: dist.Store | None =
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30.0)
+        thread.join(300.0)
     return messages
 
 

@@ -116,7 +116,7 @@ def test_a_worker_runs_on_a_page_from_disk(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=True,
-        timeout=120,
+        timeout=600,
     )
     assert 'data-answer="42"' in shown.stdout
 

@@ -223,7 +223,7 @@ def _answers(world_size: int, hardware: list[NodeHardware]) -> list[LayoutChoice
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(600)
     return [found[rank] for rank in range(world_size)]
 
 

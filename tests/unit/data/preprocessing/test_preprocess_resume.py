@@ -295,7 +295,7 @@ def test_a_signal_ends_the_tool_and_its_workers_in_one_line(
     while run.poll() is None and len(children.read_text().split()) < 3:  # one is multiprocessing's own
         time.sleep(0.001)
     (os.killpg if to_group else os.kill)(run.pid, number)
-    output, errors = run.communicate(timeout=60)  # until the workers have closed their ends too
+    output, errors = run.communicate(timeout=600)  # until the workers have closed their ends too
     assert (run.returncode, output) == (status, "")
     assert errors == f"{said}: run the same command with --resume to continue\n"
 
@@ -307,10 +307,10 @@ def test_a_worker_ends_with_the_first_process_amid_a_piece(tmp_path: Path) -> No
         "from megalite.data.preprocessing.pool import _end_with_parent\n"
         "def busy():\n"
         "    threading.Thread(target=_end_with_parent, daemon=True).start()\n"
-        "    time.sleep(90)\n"
+        "    time.sleep(3000)\n"
         "if __name__ == '__main__':\n"
         "    multiprocessing.get_context('spawn').Process(target=busy).start()\n"
         "    os._exit(0)\n"  # as by kill -9
     )
     # Returns once the worker has closed its end of the pipe.
-    subprocess.run([sys.executable, program], stdout=subprocess.PIPE, check=True, timeout=60)
+    subprocess.run([sys.executable, program], stdout=subprocess.PIPE, check=True, timeout=600)
