@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
 ]
 LAYOUT = ("--num-layers", "4", "--tp", "2", "--pp", "2", "--params-dtype", "fp32")
-END_SECONDS = 300.0
+END_SECONDS = 600.0
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from pathlib import Path
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "squeue")
 GPUS_PER_NODE = 2
-_START_SECONDS = 30.0
+_START_SECONDS = 300.0
 
 
 def missing_programs() -> list[str]:

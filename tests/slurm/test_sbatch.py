@@ -32,7 +32,7 @@ TINY = (
     *("--max-position-embeddings", "64", "--micro-batch-size", "1", "--global-batch-size", "4"),
     *("--log-interval", "1", "--eval-iters", "0", "--save-interval", "1000", "--distributed-backend", "gloo"),
 )
-END_SECONDS = 150.0
+END_SECONDS = 600.0
 
 
 @pytest.fixture(scope="module")

@@ -107,7 +107,7 @@ class Gate:
 
     def __call__(self, file: Path, pieces: Mapping[str, FilePiece]) -> FileRecord:
         self.reached.set()
-        assert self._opened.wait(60.0)
+        assert self._opened.wait(600.0)
         return write_file(file, pieces)
 
 

@@ -259,7 +259,7 @@ def test_a_save_in_the_background_has_the_buffers_of_its_iteration(
 ) -> None:
     """It copies the weights while the next forward changes the buffers."""
     changed, fill = threading.Event(), HostCopy.fill
-    monkeypatch.setattr(HostCopy, "fill", lambda copy: changed.wait(60.0) and fill(copy))
+    monkeypatch.setattr(HostCopy, "fill", lambda copy: changed.wait(600.0) and fill(copy))
     with training(one_rank, config_of({}, save=tmp_path, async_save=True), Tracked) as trainer:
         trainer.step()
         layer = trainer.chunks[0].layers["1"]

@@ -73,7 +73,7 @@ def save_while_training_goes_on(topology, folder: Path) -> list[str]:
         with writer(gate):
             saver.save(contents_of(config, topology, 10), tensors)
             saver.before_update()
-            assert gate.reached.wait(60.0)
+            assert gate.reached.wait(600.0)
             for tensor in tensors.values():
                 elements(tensor).fill_(-1.0)
             saver.poll()
@@ -93,7 +93,7 @@ def ask_for_a_second_save_of_each_kind(topology, folder: Path) -> list[str]:
     tensors = state(topology, 1.0)
     with Saver(config.checkpoint, topology) as saver, writer(gate):
         saver.save(contents_of(config, topology, 10), tensors)
-        assert gate.reached.wait(60.0)
+        assert gate.reached.wait(600.0)
         saver.save(contents_of(config, topology, 20), tensors)
         saver.save_local(contents_of(config, topology, 30), tensors)
         gate.open()
@@ -288,7 +288,7 @@ def test_nothing_is_written_to_before_it_is_replicated(tmp_path: Path, topology,
     fill = HostCopy.fill
 
     def held_up(copy: HostCopy) -> None:
-        assert may_copy.wait(60.0)
+        assert may_copy.wait(600.0)
         fill(copy)
 
     monkeypatch.setattr(HostCopy, "fill", held_up)
@@ -335,7 +335,7 @@ def lose_the_folder(topology, folder: Path, is_local: bool) -> tuple[list[str], 
         saver = Saver(config.checkpoint, topology, lease)
         save = saver.save_local if is_local else saver.save
         save(contents_of(config, topology, 10), state(topology, 1.0))
-        assert gate.reached.wait(60.0)
+        assert gate.reached.wait(600.0)
         dist.barrier()
         if topology.rank == 0:
             os.environ["SLURM_RESTART_COUNT"] = "1"

@@ -49,7 +49,7 @@ def _fail(topology: Topology, kind: str) -> None:
 
 def _is_alive(process: int) -> bool:
     """Return whether a process exists; the fork server reaps those that ended."""
-    for _ in range(50):
+    for _ in range(3000):
         try:
             os.kill(process, 0)
         except ProcessLookupError:
