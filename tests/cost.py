@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 LEDGER = Path(__file__).with_name("cost.json")
-LIMIT = 1.2
-"""A folder may cost this much more than the ledger says, beside the others."""
+LIMIT = 1.5
+"""A folder may cost this much more than the ledger says, beside the others: a machine's neighbours change."""
 SLACK = 10.0
 """Seconds by which short folders may differ."""
 SAMPLE, IMPORTS = "sample of slow tests", "imports and collection"

@@ -43,7 +43,7 @@ PYTHONPATH=$("$python" -c 'import os, numpy; print(os.path.dirname(os.path.dirna
 export PYTHONHOME PYTHONPATH
 # The interpreter is never ended, so that all it holds would count as leaked.
 export ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1
-"$build/index_builder_fuzz" -max_total_time="$seconds" -max_len=512 -timeout=10 -rss_limit_mb=2048 \
+"$build/index_builder_fuzz" -max_total_time="$seconds" -max_len=512 -timeout=120 -rss_limit_mb=2048 \
   -malloc_limit_mb=512 -verbosity=0 -print_final_stats=1 -artifact_prefix="$build/" "$build/corpus" 2>&1 |
   grep -v "AddressSanitizer failed to allocate" # what absurd sizes are refused by
 echo "tests/fuzz: nothing found in $seconds s"
