@@ -1,7 +1,7 @@
 """The public names of the library; `__init__.py` imports each when it is first used."""
 
-from megalite.batch.loss_terms import LossTerm as LossTerm
-from megalite.batch.loss_terms import WithTerms as WithTerms
+from megalite.batch.layer_state import LossTerm as LossTerm
+from megalite.batch.layer_state import WithTerms as WithTerms
 from megalite.batch.microbatch import Microbatch as Microbatch
 from megalite.checkpoint.lease import hold_folder as hold_folder
 from megalite.checkpoint.load import load_checkpoint as load_checkpoint

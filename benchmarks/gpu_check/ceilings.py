@@ -21,7 +21,7 @@ from benchmarks.gpu_check.runner import CheckContext
 from benchmarks.gpu_check.watch import watched
 from benchmarks.roofline import COPY_SHARE, gemms, gpu_of_device, rows
 from megalite import kernels
-from megalite.attention.choice import BACKENDS, Case, build_core, kernel_of
+from megalite.attention.choice import BACKENDS, Case, build_core, kernel_of, refusal_of
 from megalite.config import (
     Config,
     DataConfig,
@@ -249,7 +249,7 @@ def _attention_backends(
         reference = attention_of("unfused", case, qkv, drop)()
     for name in names:
         title = f"attention {name}" + (f", dropout {drop.p}" if drop.p else "")
-        if refusal := BACKENDS[name].refusal(case):
+        if refusal := refusal_of(name, case):
             yield skipped(title, refusal)
             continue
         try:

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megalite.kernels import CausalSoftmax, add_sinks_, sinks_gradient
+from megalite.kernels import CausalSoftmax
+from megalite.kernels.softmax import add_sinks_, sinks_gradient
 
 LEAST = -1e30
 """Smallest logarithm of a sum, instead of the -inf of a query without keys: -inf - -inf is no number."""
@@ -87,8 +88,12 @@ class Computation(Protocol):
     """Declares the interface of attention of queries with all keys that they see, without autograd and sinks.
 
     Attributes:
+        softmax: scale, bias, visible keys, dropout and sinks.
         keeps_output: whether `backward` needs the output.
     """
+
+    @property
+    def softmax(self) -> CausalSoftmax: ...
 
     @property
     def keeps_output(self) -> bool: ...
@@ -111,9 +116,9 @@ class Computation(Protocol):
         """
 
 
-def differentiable(q: Tensor, k: Tensor, v: Tensor, computation: Computation, sinks: Tensor | None) -> Tensor:
-    """Compute attention with sinks ``[n]`` if there are some, ``[b, n, t, d']``."""
-    out: Tensor = _Attention.apply(q, k, v, computation, sinks)
+def differentiable(q: Tensor, k: Tensor, v: Tensor, computation: Computation) -> Tensor:
+    """Compute attention, with sinks if the softmax has them, ``[b, n, t, d']``."""
+    out: Tensor = _Attention.apply(q, k, v, computation, computation.softmax.sinks)
     return out
 
 
@@ -123,8 +128,7 @@ class _Attention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, computation: Computation, sinks: Tensor | None
     ) -> Tensor:
         out, log_sums = computation.forward(q, k, v)
-        if sinks is not None:
-            add_sinks_(out, log_sums, sinks)
+        add_sinks_(out, log_sums, sinks)
         out = out.to(q.dtype)
         keeps_output = computation.keeps_output or ctx.needs_input_grad[4]
         ctx.save_for_backward(q, k, v, out if keeps_output else None, log_sums, sinks)

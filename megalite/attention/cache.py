@@ -17,7 +17,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.attention.algebra import LEAST, differentiable, merge_
@@ -32,7 +31,8 @@ from megalite.config import AttentionSpec, ModelConfig
 from megalite.config.model.attention import LatentSpec
 from megalite.distributed.axis import Axis
 from megalite.distributed.collectives import start_all_gather
-from megalite.kernels import CausalSoftmax, Drop, VisibleKeys, add_sinks_
+from megalite.kernels import CausalSoftmax, Drop, VisibleKeys
+from megalite.kernels.softmax import add_sinks_
 from megalite.tensor_parallel.parameter_spec import LayerContext
 
 
@@ -56,12 +56,12 @@ class CachedCore(StageCore):
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         super().__init__(config, context, {})
         self.ranks, self.cap = context.topology.position_ranks, config.attn_logit_softcapping
+        self.slopes = local_slopes(config, context)
         self.kernel = SdpaKernel(config, context)
         self.is_plain = self.cap is not None or config.softmax_type != "vanilla"
         if self.ranks.size > 1:
             assert context.ring is not None and context.head_ranks is None, "the first piece needs a ring"
             self.is_plain = True
-            self.slopes = local_slopes(config, context)
             # Padding is hidden like other documents. The latents of a head are too wide for other kernels.
             self.ring_kernel: BlockKernel = (
                 PlainKernel(config, context)
@@ -196,35 +196,23 @@ class CachedCore(StageCore):
         positions = torch.arange(new.start, new.stop, device=self.context.device)
         return torch.minimum(self.padding[:, None], positions) - new.start
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys, scale: float, sinks: Tensor | None
-    ) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, softmax: CausalSoftmax) -> Tensor:
         """Map new queries ``[b, n/tp, s, d]`` to ``[b, n/tp, s, d']``, their attention to all ranks' keys.
 
         Args:
             k, v: all keys and values that this rank holds, ``[b, g', l, d]`` and ``[b, g', l, d']``.
-            scale: factor of the products.
         """
+        bias = softmax.visible.bias
         if self._reads_slices:
-            softmax = CausalSoftmax(self.length, scale, self.slopes, visible, cap=self.cap)
             held = slices_of_ranks(self.own_positions, self.length)
-            return differentiable(q, k, v, Ring(self.ranks, held, softmax, self.ring_kernel), sinks)
+            return differentiable(q, k, v, Ring(self.ranks, held, softmax, self.ring_kernel))
         if not self.is_plain:
-            return F.scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                attn_mask=visible.bias,
-                is_causal=visible.bias is None and q.shape[2] > 1,
-                scale=scale,
-                enable_gqa=q.shape[1] != k.shape[1],
-            )
-        assert visible.bias is not None
-        out, log_sums = attention_and_sums(q, k, v, visible.bias, scale, self.cap)
+            return self.kernel.attend(q, k, v, softmax)
+        assert bias is not None
+        out, log_sums = attention_and_sums(q, k, v, bias, softmax.scale, softmax.cap)
         if self.ranks.size > 1:
             out, log_sums = _merged(out, log_sums, self.ranks)
-        if sinks is not None:
-            add_sinks_(out, log_sums, sinks)
+        add_sinks_(out, log_sums, softmax.sinks)
         return out.to(q.dtype)
 
 
@@ -265,7 +253,9 @@ class CachedLayer(LayerCore):
         values = keys[..., : v.shape[3]]
         if not self.holds_latents:
             self.values, values = self._appended(self.values, v)
-        return self.shared.attend(q, keys, values, visible, self.scale, sinks)
+        shared = self.shared
+        softmax = CausalSoftmax(shared.length, self.scale, shared.slopes, visible, None, shared.cap, sinks)
+        return shared.attend(q, keys, values, softmax)
 
     def _appended(self, cache: Tensor | None, new: Tensor) -> tuple[Tensor, Tensor]:
         """Return a cache with new keys or values ``[b, g', s, d]``, and the part of it that is filled."""

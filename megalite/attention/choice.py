@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -21,7 +20,9 @@ from megalite.attention.core import LayerCore, StageCore
 from megalite.attention.kernels import BlockKernel, FlexKernel, Kernel, SdpaKernel, TritonKernel
 from megalite.attention.plain import PlainKernel
 from megalite.config import AttentionSpec, ModelConfig
-from megalite.config.parallel import CpCommType, comm_type_of_layer
+from megalite.config.model.attention import KERNEL_FEATURES
+from megalite.config.option import flag_of
+from megalite.config.parallel import CpCommType
 from megalite.kernels.flash_attention import MAX_HEAD_DIM
 from megalite.kernels.library import compile_problem
 from megalite.tensor_parallel.parameter_spec import LayerContext
@@ -80,7 +81,7 @@ class Backend(NamedTuple):
 
     Attributes:
         build: builds the kernel.
-        refusal: returns the reason why it does not support a run, as text; empty if it does.
+        refusal: returns why it does not support a run, besides `KERNEL_FEATURES`; empty if it does.
         kernels: kernels of scaled_dot_product_attention that it may use; empty if it does not call it.
     """
 
@@ -112,14 +113,6 @@ def by_speed(kernels: tuple[SDPBackend, ...], device: torch.device) -> list[SDPB
 def _sdpa_refusal(kernels: tuple[SDPBackend, ...], case: Case) -> str:
     if case.has_blocks and (reason := _blocks_refusal(kernels, case)):
         return reason
-    if case.config.attention_dropout > 0.0:
-        return _DROPOUT
-    if case.config.qk_clip:
-        return _MAXIMA
-    if case.config.attn_logit_softcapping is not None:
-        return "it cannot cap scores (--attn-logit-softcapping)"
-    if case.config.softmax_type != "vanilla" and not case.has_blocks:  # a merge adds sinks itself
-        return "its softmax has no sinks (--softmax-type)"
     if case.device == "cpu":
         if case.widest.value_dim != case.widest.head_dim:
             return f"on a CPU it needs {_EQUAL_SIZES}"
@@ -162,9 +155,7 @@ _PROBES = {
     _EFFICIENT: torch.backends.cuda.can_use_efficient_attention,
 }
 _KERNEL_NAMES = {_FLASH: "FlashAttention 2", _CUDNN: "cuDNN", _EFFICIENT: "memory-efficient attention"}
-_MAXIMA = "it does not return the largest scores, which --qk-clip needs"
 _EQUAL_SIZES = "values of the size of keys, which --v-head-dim sets"
-_DROPOUT = "it has no counter-based dropout, and --attention-dropout is above 0"
 
 
 def _tensors(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -211,10 +202,6 @@ def cudnn_version(number: int) -> str:
 def _flex_refusal(case: Case) -> str:
     if case.has_blocks:
         return "FlexAttention needs the queries of all positions, which --cp-comm-type a2a gives it"
-    if case.config.attention_dropout > 0.0:
-        return _DROPOUT
-    if case.config.qk_clip:
-        return _MAXIMA
     if case.device == "cpu":
         return "FlexAttention has no backward on a CPU"
     if case.context.dtype == torch.float64:
@@ -228,8 +215,6 @@ def _flex_refusal(case: Case) -> str:
 
 
 def _triton_refusal(case: Case) -> str:
-    if case.config.qk_clip:
-        return _MAXIMA
     if case.device == "cpu":
         return "it runs only on CUDA GPUs"
     if case.context.dtype == torch.float64:
@@ -282,6 +267,15 @@ def preference(case: Case) -> tuple[str, ...]:
     return ("triton", "fused", "unfused") if case.has_bias else ("fused", "triton", "unfused")
 
 
+def refusal_of(name: str, case: Case) -> str:
+    """Return why a backend does not support a run; empty if it does."""
+    for setting, backends, lack, _, is_merged in KERNEL_FEATURES:
+        is_needed = setting.is_met(getattr(case.config, setting.field))
+        if is_needed and name not in backends and not (is_merged and case.has_blocks):
+            return f"it {lack} ({flag_of(setting.field)})"
+    return BACKENDS[name].refusal(case)
+
+
 def choose(case: Case) -> tuple[str, str]:
     """Return the backend's name, and a log line with the reason for the choice.
 
@@ -291,15 +285,15 @@ def choose(case: Case) -> tuple[str, str]:
     requested = case.config.attention_backend
     if requested != "auto":
         name = _ALIASES.get(requested, requested)
-        if refusal := BACKENDS[name].refusal(case):
-            able = ", ".join(other for other, backend in BACKENDS.items() if not backend.refusal(case))
+        if refusal := refusal_of(name, case):
+            able = ", ".join(other for other in BACKENDS if not refusal_of(other, case))
             raise UserError(
                 f"--attention-backend {requested} does not support this run: {refusal}; use auto, or {able}"
             )
         return name, f"{name}, as requested" + (f" by the name {requested}" if requested != name else "")
     refusals = []
     for name in preference(case):
-        refusal = BACKENDS[name].refusal(case)
+        refusal = refusal_of(name, case)
         if not refusal:
             break
         refusals.append(f"not {name}: {refusal}")
@@ -325,15 +319,11 @@ def build_core(config: ModelConfig, context: LayerContext, backend: str | None =
     Raises:
         UserError: the backend of --attention-backend does not support the run.
     """
-    with_attention = (n for n, spec in enumerate(config.layer_specs) if spec.attention is not None)
+    with_attention = [n for n, spec in enumerate(config.layer_specs) if spec.attention is not None] or [0]
     layers: dict[CpCommType, list[int]] = {}
-    for number in with_attention if context.cp.size > 1 else ():
-        layers.setdefault(comm_type_of_layer(context.cp_comm_type, number), []).append(number)
-    if len(layers) < 2:
-        of_all = context.for_layer(next(chain(*layers.values()), 0))
-        return StageCore(
-            config, context, {of_all.layer_cp_comm_type: _layer_core(config, of_all, None, backend)}
-        )
+    for number in with_attention:
+        comm_type = context.for_layer(number if context.cp.size > 1 else 0).layer_cp_comm_type
+        layers.setdefault(comm_type, []).append(number)
     cores = {
         comm_type: _layer_core(config, context.for_layer(numbers[0]), tuple(numbers), backend)
         for comm_type, numbers in layers.items()
@@ -342,13 +332,13 @@ def build_core(config: ModelConfig, context: LayerContext, backend: str | None =
 
 
 def _layer_core(
-    config: ModelConfig, context: LayerContext, layers: tuple[int, ...] | None, backend: str | None
+    config: ModelConfig, context: LayerContext, layers: tuple[int, ...], backend: str | None
 ) -> LayerCore:
     """Build attention of layers with one communication type of context parallelism.
 
     Args:
         context: their context.
-        layers: their numbers; None for all.
+        layers: their numbers.
     """
     assert context.topology.positions.is_zigzag or not context.gathers_keys, (
         "gathered keys need zigzag slices"

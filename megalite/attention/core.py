@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megalite.attention.algebra import differentiable
-from megalite.attention.exchange import KEY_ACCESS, KeyRanks
+from megalite.attention.exchange import KeyRanks, key_access
 from megalite.attention.kernels import BlockKernel, Kernel
 from megalite.attention.positions import (
     Angles,
@@ -51,7 +51,7 @@ class LayerCore:
         self.config, self.context, self.kernel, self.choice = config, context, kernel, choice
         self.scales = {spec.head_dim: spec.score_scale for spec in config.head_specs}
         self.slopes, self.cap = local_slopes(config, context), config.attn_logit_softcapping
-        self.access, self.ranks = KEY_ACCESS[context.layer_cp_comm_type], KeyRanks.of(context)
+        self.access, self.ranks = key_access(context), KeyRanks.of(context)
         self.attend = _attend_whole
         if context.ring is not None:
             self.attend = _attend_in_ring
@@ -93,16 +93,19 @@ class LayerCore:
         Args:
             visible: keys that each query sees, from `PositionInfo`.
             drop: dropout settings of the attention weights.
-            sinks: ``[n]``, one more logit of each head in the softmax's sums; None without.
+            sinks: ``[n/tp]``, one more logit of each head in the softmax's sums; None without.
         """
-        softmax = CausalSoftmax(k.shape[2], self.scales[k.shape[3]], self.slopes, visible, drop, self.cap)
-        return self.attend(self, q, k, v, softmax, sinks)
+        scale = self.scales[k.shape[3]]
+        softmax = CausalSoftmax(
+            k.shape[2], scale, self.slopes, visible, drop, self.cap, self.of_heads(sinks, q)
+        )
+        return self.attend(self, q, k, v, softmax)
 
-    def largest_of(self, q: Tensor) -> Tensor | None:
-        """Return the part of `largest` of queries ``[b, n', m, d]``: ranks may exchange heads for tokens."""
-        if self.largest is None:
+    def of_heads(self, x: Tensor | None, q: Tensor) -> Tensor | None:
+        """Return the part of ``[n/tp]`` of the heads of queries ``[b, n', m, d]``: ranks exchange some."""
+        if x is None:
             return None
-        of_ranks = self.largest.view(-1, q.shape[1])
+        of_ranks = x.view(-1, q.shape[1])
         return of_ranks[self.context.attention_heads.index % len(of_ranks)]
 
     def exclude_from_graphs(self) -> None:
@@ -112,31 +115,23 @@ class LayerCore:
             self.attend = torch.compiler.disable(self.attend)
 
 
-def _attend_whole(
-    core: LayerCore, q: Tensor, k: Tensor, v: Tensor, softmax: CausalSoftmax, sinks: Tensor | None
-) -> Tensor:
-    return core.kernel.attend(q, k, v, softmax, sinks, core.largest_of(q))
+def _attend_whole(core: LayerCore, q: Tensor, k: Tensor, v: Tensor, softmax: CausalSoftmax) -> Tensor:
+    return core.kernel.attend(q, k, v, softmax, core.of_heads(core.largest, q))
 
 
-def _attend_slices(
-    core: LayerCore, q: Tensor, k: Tensor, v: Tensor, softmax: CausalSoftmax, sinks: Tensor | None
-) -> Tensor:
+def _attend_slices(core: LayerCore, q: Tensor, k: Tensor, v: Tensor, softmax: CausalSoftmax) -> Tensor:
     runs = core.context.topology.positions.ranges(q.shape[2])
-    return core.kernel.attend(q, k, v, softmax, sinks, core.largest_of(q), runs)
+    return core.kernel.attend(q, k, v, softmax, core.of_heads(core.largest, q), runs)
 
 
-def _attend_gathered(
-    core: LayerCore, q: Tensor, k: Tensor, v: Tensor, softmax: CausalSoftmax, sinks: Tensor | None
-) -> Tensor:
+def _attend_gathered(core: LayerCore, q: Tensor, k: Tensor, v: Tensor, softmax: CausalSoftmax) -> Tensor:
     assert isinstance(core.kernel, BlockKernel)
     assert softmax.drop is None or softmax.drop.p == 0.0, "this kernel has no dropout"
     runs = core.context.topology.positions.ranges(q.shape[2])
-    return differentiable(q, k, v, GatheredKeys(runs, softmax, core.kernel), sinks)
+    return differentiable(q, k, v, GatheredKeys(runs, softmax, core.kernel))
 
 
-def _attend_in_ring(
-    core: LayerCore, q: Tensor, k: Tensor, v: Tensor, softmax: CausalSoftmax, sinks: Tensor | None
-) -> Tensor:
+def _attend_in_ring(core: LayerCore, q: Tensor, k: Tensor, v: Tensor, softmax: CausalSoftmax) -> Tensor:
     kernel, ring = core.kernel, core.context.ring
     assert isinstance(kernel, BlockKernel) and ring is not None
     s, assignments = k.shape[2] * ring.size, softmax.visible.assignments
@@ -144,12 +139,12 @@ def _attend_in_ring(
     if assignments is None:
         own = core.context.topology.positions
         own = own.group_positions(own.count // ring.size)
-        return differentiable(q, k, v, Ring(ring, slices_of_ranks(own, s), softmax, kernel), sinks)
+        return differentiable(q, k, v, Ring(ring, slices_of_ranks(own, s), softmax, kernel))
     of_samples = []
     for i, held in enumerate(assignments):
         own_q, own_k, own_v = (x[i : i + 1] for x in (q, k, v))
         rank_blocks = Ring(ring, held, _of_sample(softmax, i), kernel)
-        of_samples.append(differentiable(own_q, own_k, own_v, rank_blocks, sinks))
+        of_samples.append(differentiable(own_q, own_k, own_v, rank_blocks))
     return torch.cat(of_samples)
 
 

@@ -18,7 +18,7 @@ them by position.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -73,8 +73,6 @@ def gather_keys(q: Tensor, k: Tensor, v: Tensor, ranks: KeyRanks) -> Heads:
 
     Backward reduce-scatters the gradients of keys and values.
     """
-    if ranks.axis.size == 1:
-        return q, k, v
     gathered = gather_from_sequence_parallel(torch.cat((k, v), dim=3), ranks.axis)
     k, v = ranks.order.in_position_order(gathered).split((k.shape[3], v.shape[3]), dim=3)
     return q, k, v
@@ -86,8 +84,6 @@ def exchange_tokens_for_heads(q: Tensor, k: Tensor, v: Tensor, ranks: KeyRanks) 
     Several ranks get a copy of a key/value head if there are fewer of them than ranks.
     """
     axis = ranks.axis
-    if axis.size == 1:
-        return q, k, v
     if q.shape[2] == k.shape[2]:
         whole = all_tokens_of_heads(torch.cat((q, k, v), dim=3), axis)
         sizes, dim = [x.shape[3] for x in (q, k, v)], 3
@@ -119,12 +115,13 @@ def exchange_heads_for_tokens(y: Tensor, axis: Axis) -> Tensor:
     return with_conjugate(y, axis, _to_tokens, _to_heads)
 
 
-KEY_ACCESS: Mapping[str, KeyAccess] = {
-    "all_gather": KeyAccess(gather_keys, lambda y, ranks: y),
-    "p2p": KeyAccess(lambda q, k, v, ranks: (q, k, v), lambda y, ranks: y),
-    **dict.fromkeys(("a2a", "a2a+p2p"), KeyAccess(exchange_tokens_for_heads, return_heads_for_tokens)),
-}
-"""Access to the keys of other ranks, by communication type."""
+def key_access(context: LayerContext) -> KeyAccess:
+    """Return how the queries of a layer reach the keys of other ranks before its kernel runs."""
+    if context.head_ranks is not None and context.head_ranks.size > 1:
+        return KeyAccess(exchange_tokens_for_heads, return_heads_for_tokens)
+    if context.gathers_keys:
+        return KeyAccess(gather_keys, lambda y, ranks: y)
+    return KeyAccess(lambda q, k, v, ranks: (q, k, v), lambda y, ranks: y)  # a ring brings them to the kernel
 
 
 def _exchanged(x: Tensor, axis: Axis) -> Tensor:

@@ -24,9 +24,10 @@ from torch.nn.attention.flex_attention import flex_attention as torch_flex_atten
 from megalite.attention.algebra import Block, MergedAttention, attend_slices
 from megalite.attention.positions import distance_bias, local_slopes
 from megalite.config import ModelConfig
-from megalite.kernels import CausalSoftmax, VisibleKeys, flash_attention, sink_factors
+from megalite.kernels import CausalSoftmax, VisibleKeys, flash_attention
 from megalite.kernels.flash_attention import operands
 from megalite.kernels.packed_heads import gradients_of
+from megalite.kernels.softmax import sink_factors
 from megalite.tensor_parallel.parameter_spec import LayerContext
 from megalite.utils import torch_private
 
@@ -57,15 +58,13 @@ class Kernel(ABC):
         k: Tensor,
         v: Tensor,
         softmax: CausalSoftmax,
-        sinks: Tensor | None = None,
         largest: Tensor | None = None,
         runs: Sequence[range] | None = None,
     ) -> Tensor:
         """Map ``[b, n, m, d]``, ``[b, g, s, d]`` and ``[b, g, s, d']`` to ``[b, n, m, d']``, differentiably.
 
         Args:
-            softmax: scale, bias, visible keys and dropout.
-            sinks: ``[n]``, one more logit of each head in the softmax's sums; None without.
+            softmax: scale, bias, visible keys, dropout and sinks.
             largest: largest scaled score of each head so far, ``[n]``, which is raised in place; None to skip
                 it.
             runs: positions of the slices of which the queries consist; None if they are those of all keys.
@@ -155,13 +154,12 @@ class SdpaKernel(BlockKernel):
         k: Tensor,
         v: Tensor,
         softmax: CausalSoftmax,
-        sinks: Tensor | None = None,
         largest: Tensor | None = None,
         runs: Sequence[range] | None = None,
     ) -> Tensor:
         """Compute attention; see `Kernel`."""
         assert softmax.drop is None or softmax.drop.p == 0.0, "this kernel has no dropout"
-        assert sinks is None and largest is None, "this kernel does not return sums or largest scores"
+        assert softmax.sinks is None and largest is None, "this kernel does not return sums or largest scores"
         bias = softmax.visible.bias
         with self.kernels():
             return F.scaled_dot_product_attention(
@@ -169,7 +167,7 @@ class SdpaKernel(BlockKernel):
                 k,
                 v,
                 attn_mask=bias,
-                is_causal=bias is None,
+                is_causal=bias is None and q.shape[2] > 1,  # one query may see a cache of keys
                 scale=softmax.scale,
                 enable_gqa=q.shape[1] != k.shape[1],
             )
@@ -215,7 +213,6 @@ class TritonKernel(BlockKernel):
         k: Tensor,
         v: Tensor,
         softmax: CausalSoftmax,
-        sinks: Tensor | None = None,
         largest: Tensor | None = None,
         runs: Sequence[range] | None = None,
     ) -> Tensor:
@@ -223,7 +220,7 @@ class TritonKernel(BlockKernel):
         assert largest is None, "this kernel does not return largest scores"
         size = v.shape[3]
         q, k, v = _of_one_size(q, k, v)
-        out = attend_slices(q, softmax, runs, lambda rows, part: flash_attention(rows, k, v, part, sinks))
+        out = attend_slices(q, softmax, runs, lambda rows, part: flash_attention(rows, k, v, part))
         return out if size == out.shape[3] else out[..., :size]
 
     def forward(
@@ -320,7 +317,6 @@ class FlexKernel(Kernel):
         k: Tensor,
         v: Tensor,
         softmax: CausalSoftmax,
-        sinks: Tensor | None = None,
         largest: Tensor | None = None,
         runs: Sequence[range] | None = None,
     ) -> Tensor:
@@ -334,9 +330,9 @@ class FlexKernel(Kernel):
             block_mask=softmax.visible.blocks,
             scale=softmax.scale,
             enable_gqa=q.shape[1] != k.shape[1],
-            return_aux=None if sinks is None else AuxRequest(lse=True),
+            return_aux=None if softmax.sinks is None else AuxRequest(lse=True),
         )
-        if sinks is None:
+        if softmax.sinks is None:
             return found
         out, aux = found
-        return (out * sink_factors(aux.lse, sinks)).to(q.dtype)
+        return (out * sink_factors(aux.lse, softmax.sinks)).to(q.dtype)

@@ -24,11 +24,9 @@ from torch import Tensor
 from megalite.attention.algebra import LEAST, Block, MergedAttention, attend_slices, differentiable
 from megalite.attention.kernels import BlockKernel
 from megalite.config import ModelConfig
-from megalite.kernels import CausalSoftmax, Drop, VisibleKeys, add_sinks_, sinks_gradient
+from megalite.kernels import CausalSoftmax
 from megalite.kernels.dropout import dropout
-from megalite.kernels.dropout_add import key_from_tensor
-from megalite.kernels.flash_attention import empty_results, fake, fake_gradients
-from megalite.kernels.library import define
+from megalite.kernels.flash_attention import Operands, define_attention, empty_results, operands
 from megalite.kernels.packed_heads import empty_gradients, gradients_of
 from megalite.tensor_parallel.parameter_spec import LayerContext
 
@@ -229,86 +227,18 @@ def attend_backward(
     return results
 
 
-def traced_attend(
-    q: Tensor, k: Tensor, v: Tensor, softmax: CausalSoftmax, blocking: Blocking, sinks: Tensor | None
-) -> Tensor:
-    """Compute `attend` with sinks ``[n]`` differentiably, with the dropout key in a tensor."""
-    _, scale, slopes, visible, drop, cap = softmax
-    starts, ends, window = visible[:3]
-    assert drop is not None and drop.key_tensor is not None
-    p, _, samples, base, key = drop
-    numbers = window, visible.first, scale, p, base, cap
-    out: Tensor = torch.ops.megalite.attention(
-        q, k, v, slopes, starts, ends, samples, key, *numbers, *blocking, sinks
-    )[0]
-    return out
-
-
-def _arguments(
-    k: Tensor,
-    slopes: Tensor | None,
-    starts: Tensor | None,
-    ends: Tensor | None,
-    samples: Tensor,
-    key: Tensor,
-    window: int | None,
-    first: int,
-    scale: float,
-    p: float,
-    base: int,
-    cap: float | None,
-    *blocking: int,
-) -> tuple[CausalSoftmax, Blocking]:
-    drop = Drop(p, key_from_tensor(key), samples, base)
-    visible = VisibleKeys(starts, ends, window, first=first)
-    return CausalSoftmax(k.shape[2], scale, slopes, visible, drop, cap), Blocking(*blocking)
-
-
 def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    *arguments, sinks = rest
-    out, sums = attend(q, k, v, *_arguments(k, *arguments))
-    if sinks is not None:
-        add_sinks_(out, sums, sinks)
-    return out, sums
+    return attend(q, k, v, Operands(*rest).softmax(k.shape[2]), Blocking.for_device(q.device, q.dtype))
 
 
-def _gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, *rest: Any) -> list[Tensor]:
-    return attend_backward(grad, q, k, v, sums, *_arguments(k, *rest))
+def _gradients(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, sums: Tensor, *rest: Any
+) -> list[Tensor]:
+    softmax, blocking = Operands(*rest).softmax(k.shape[2]), Blocking.for_device(q.device, q.dtype)
+    return attend_backward(grad, q, k, v, sums, softmax, blocking)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, slopes, starts, ends, samples, key, *ctx.numbers, sinks = inputs
-    ctx.set_materialize_grads(False)  # otherwise the second output's gradient would be a tensor of zeros
-    of_sinks = (None, None) if sinks is None else (output[0], sinks)
-    ctx.save_for_backward(*of_sinks, q, k, v, output[1], slopes, starts, ends, samples, key)
-
-
-def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    out, sinks, *saved = ctx.saved_tensors
-    grads = torch.ops.megalite.attention_backward(grad, *saved, *ctx.numbers)
-    of_sinks = sinks_gradient(grad, out, saved[3], sinks) if ctx.needs_input_grad[-1] else None
-    return *gradients_of(grads), *(None,) * 13, of_sinks
-
-
-_REST = (
-    "Tensor? slopes, Tensor? starts, Tensor? ends, Tensor samples, Tensor key, int? window, int first, "
-    "float scale, float p, int base, float? cap, int num_queries, int num_bytes"
-)
-
-define(
-    "attention",
-    f"(Tensor q, Tensor k, Tensor v, {_REST}, Tensor? sinks) -> (Tensor, Tensor)",
-    _forward,
-    fake,
-    save=_save,
-    backward=_backward,
-)
-define(
-    "attention_backward",
-    f"(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor sums, {_REST}) -> Tensor[]",
-    _gradients,
-    fake_gradients,
-)
+define_attention("attention", _forward, _gradients, keeps_output=False)
 
 
 class _Blockwise(NamedTuple):
@@ -343,7 +273,6 @@ class PlainKernel(BlockKernel):
         k: Tensor,
         v: Tensor,
         softmax: CausalSoftmax,
-        sinks: Tensor | None = None,
         largest: Tensor | None = None,
         runs: Sequence[range] | None = None,
     ) -> Tensor:
@@ -351,8 +280,10 @@ class PlainKernel(BlockKernel):
 
         def of_slice(queries: Tensor, part: CausalSoftmax) -> Tensor:
             if torch.compiler.is_compiling():
-                return traced_attend(queries, k, v, part, self.blocking, sinks)
-            return differentiable(queries, k, v, _Blockwise(part, self.blocking, largest), sinks)
+                rest = operands(part, part.visible.first)
+                out: Tensor = torch.ops.megalite.attention(queries, k, v, *rest, part.sinks)[0]
+                return out
+            return differentiable(queries, k, v, _Blockwise(part, self.blocking, largest))
 
         return attend_slices(q, softmax, runs, of_slice)
 

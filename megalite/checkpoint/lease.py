@@ -28,8 +28,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch.distributed as dist
-
 from megalite.checkpoint.folder import remove_leftovers
 from megalite.checkpoint.save_agreement import SaveError
 from megalite.distributed.store_barrier import wait_for_all
@@ -274,10 +272,10 @@ def hold_folder(folder: str | None, topology: Topology) -> Iterator[FolderLease 
         with topology.agreed():
             if topology.rank == 0:
                 lease = HeldLease.take(Path(folder))
-        shared = [(lease.name, lease.content) if lease else None]
-        dist.broadcast_object_list(shared)
-        assert shared[0] is not None
-        yield lease or FolderLease(Path(folder), *shared[0])
+        own = (lease.name, lease.content) if lease else None
+        shared = topology.world.object_of_first(own, "the lease on --save")
+        assert shared is not None
+        yield lease or FolderLease(Path(folder), *shared)
         # Another rank may still be writing the last metrics, and reads the lease for that.
         wait_for_all(topology.store, topology.world_size)
     finally:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-import torch.distributed as dist
 from torch import Tensor
 
 from megalite.checkpoint.compatibility import (
@@ -414,12 +413,11 @@ def _newest_local(
     if found is None:
         return None
     iteration, manifest = found
-    newest = [-1]  # the newest iteration that rank 0 sees, complete or not
+    newest = -1  # the newest iteration that rank 0 sees, complete or not
     if topology.rank == 0:
         with suppress(OSError):  # the next read of the folder reports it
-            newest = [max(iterations_in(folder), default=-1)]
-    dist.broadcast_object_list(newest)
-    if newest[0] >= iteration:
+            newest = max(iterations_in(folder), default=-1)
+    if topology.world.object_of_first(newest, "the newest checkpoint") >= iteration:
         log.info(
             "the non-persistent checkpoint of iteration %d is skipped: --save has a newer one", iteration
         )

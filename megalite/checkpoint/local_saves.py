@@ -21,8 +21,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch.distributed as dist
-
 from megalite.checkpoint.folder import iterations_in, name_of, put_in_place, remove_leftovers
 from megalite.checkpoint.lease import FolderLease
 from megalite.checkpoint.manifest import (
@@ -73,12 +71,10 @@ class LocalSaves:
             return None
         assert config.save is not None
         assert config.non_persistent_local_ckpt_dir is not None
-        run = [""]
         with topology.agreed():
-            if topology.rank == 0:
-                run = [_run_id(Path(config.save))]
-        dist.broadcast_object_list(run)
-        folder = Path(config.non_persistent_local_ckpt_dir) / run[0] / f"rank_{topology.rank:05d}"
+            own = _run_id(Path(config.save)) if topology.rank == 0 else ""
+        run = topology.world.object_of_first(own, "the run's id")
+        folder = Path(config.non_persistent_local_ckpt_dir) / run / f"rank_{topology.rank:05d}"
         with topology.agreed():
             make_writable(folder, FLAG)
         return LocalSaves(folder, topology)

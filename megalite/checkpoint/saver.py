@@ -243,19 +243,17 @@ class Saver:
             self.finish()
         if self.local is not None:
             self.local.keep_only(after)
-        text = [""]
+        text = ""
         if self._topology.rank == 0 and self._config.save is not None:
             folder = Path(self._config.save)
             try:
                 if self._lease is not None:
                     self._lease.check()
-                text = [_withdraw(folder, after, until)]
+                text = _withdraw(folder, after, until)
             except (OSError, LeaseLost) as error:
-                text = [f"do not load checkpoints of {folder} after iteration {after}: {first_line(error)}"]
-        if self._topology.world_size > 1:
-            with self._topology.world.wait("broadcast", "checkpoints"):
-                dist.broadcast_object_list(text)
-        return text[0] or "there is no --save folder"
+                text = f"do not load checkpoints of {folder} after iteration {after}: {first_line(error)}"
+        text = self._topology.world.object_of_first(text, "checkpoints")
+        return text or "there is no --save folder"
 
     def _must_skip(self, iteration: int, interval_flag: str, *, waits: bool) -> bool:
         self.finish() if waits else self.poll()
@@ -291,10 +289,7 @@ class Saver:
     def _next_agreement(self) -> SaveAgreement:
         topology = self._topology
         if self._name is None:  # agree on a name that is unique in the store
-            names = [secrets.token_hex(8)]
-            with topology.world.wait("broadcast", "a save's name"):
-                dist.broadcast_object_list(names)
-            self._name = names[0]
+            self._name = topology.world.object_of_first(secrets.token_hex(8), "a save's name")
         self._num_saves += 1
         name = f"save/{self._name}/{self._num_saves}"
         return SaveAgreement(topology.store, topology.rank, topology.world_size, name)

@@ -261,15 +261,13 @@ def _resolved_patterns(model: ModelConfig) -> dict[str, Any]:
     recurrent = tuple(int(spec is None) for spec in attention)
     with_experts = tuple(int(spec.experts is not None) for spec in specs)
     as_values = tuple(int(spec is not None and spec.keys_as_values) for spec in attention)
-    shared_width = model.kv_shared_ffn_hidden_size
-    has_shared_width = any(spec is not None and spec.key_source is not None for spec in attention)
-    has_shared_width &= shared_width != model.ffn_size
+    size = model.ffn_size
     full = [spec for spec in attention if spec is not None and spec.window is None]
     own_sizes = {
         "full_attention_kv_channels": _first((spec.head_dim for spec in full), model.head_dim),
         "full_attention_query_groups": _first((spec.num_kv_heads for spec in full), model.num_kv_heads),
         "keys_as_values": as_values if any(as_values) else "none",
-        "kv_shared_ffn_hidden_size": shared_width if has_shared_width else None,
+        "kv_shared_ffn_hidden_size": _first((spec.ffn_size or size for spec in specs), size),
     }
     rotary = {
         "window_rotary_base": model.window_rotary_base or model.rotary_base,

@@ -87,6 +87,14 @@ class Axis:
                 dist.all_gather_object(found, mine, group=self.group)
         return found
 
+    def object_of_first(self, mine: T, of: str) -> T:
+        """Return the object of the axis's first rank, on all of them; a collective that pickles."""
+        found = [mine]
+        with self.wait("broadcast", of):
+            if self.size > 1:
+                dist.broadcast_object_list(found, self.ranks[0], self.group)
+        return found[0]
+
 
 @dataclass(frozen=True)
 class AxisSet:

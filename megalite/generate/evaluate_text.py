@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megalite.batch.loss_terms import LM_LOSS, WithTerms
+from megalite.batch.layer_state import LM_LOSS, WithTerms
 from megalite.batch.microbatch import Microbatch
 from megalite.config import Config, ParallelConfig, RecomputeConfig, check_config
 from megalite.data.document_ends import DocumentEnds

@@ -9,8 +9,6 @@ from json import JSONDecodeError
 from pathlib import Path
 from typing import TypeVar, cast
 
-import torch.distributed as dist
-
 from megalite.config import ModelConfig
 from megalite.data.tokenizers.chat_template import chat_template_of
 from megalite.data.tokenizers.tokenizer import Tokenizer
@@ -32,9 +30,8 @@ def from_first_rank(read: Callable[[], Texts], topology: Topology) -> Texts:
         UserError: `read` has raised it. Every rank raises it.
     """
     with topology.agreed():
-        found = [read() if topology.rank == 0 else None]
-    dist.broadcast_object_list(found, src=0)
-    return cast(Texts, found[0])
+        found = read() if topology.rank == 0 else None
+    return cast(Texts, topology.world.object_of_first(found, "texts"))
 
 
 def read_text(path: str, flag: str) -> str:

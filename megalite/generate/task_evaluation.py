@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from lm_eval.api.instance import Instance
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
@@ -100,9 +99,9 @@ class TaskEvaluation(Callback):
             loop.stop = stopped.stop
             return
         # The harness returns results on the first rank of each node only.
-        found = [{} if results is None else scores_of(results["results"])]
-        dist.broadcast_object_list(found, src=0)
-        scores = TaskScores(loop.iteration, trainer.progress.consumed_samples, found[0])
+        own = {} if results is None else scores_of(results["results"])
+        found = trainer.topology.world.object_of_first(own, "scores of tasks")
+        scores = TaskScores(loop.iteration, trainer.progress.consumed_samples, found)
         self.writers.task_scores(scores)
 
 

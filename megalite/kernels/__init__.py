@@ -17,7 +17,7 @@ from megalite.kernels.norm import layer_norm, layer_norm_on, rms_norm, rms_norm_
 from megalite.kernels.philox import fill_normal_, site_key
 from megalite.kernels.recurrence import recurrence, recurrence_problem
 from megalite.kernels.rotary import rotate
-from megalite.kernels.softmax import CausalSoftmax, Drop, add_sinks_, sink_factors, sinks_gradient
+from megalite.kernels.softmax import CausalSoftmax, Drop
 from megalite.kernels.token_rows import copy_to_rows, sum_rows
 from megalite.kernels.visible_keys import VisibleKeys
 from megalite.kernels.weight_gradient import add_weight_and_bias_gradient_, add_weight_gradient_
@@ -28,7 +28,6 @@ __all__ = [
     "ResidualSum",
     "VisibleKeys",
     "adamw_",
-    "add_sinks_",
     "add_weight_and_bias_gradient_",
     "add_weight_gradient_",
     "bias_dropout_add",
@@ -51,8 +50,6 @@ __all__ = [
     "rms_norm",
     "rms_norm_on",
     "rotate",
-    "sink_factors",
-    "sinks_gradient",
     "site_key",
     "sum_rows",
 ]

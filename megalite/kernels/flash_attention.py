@@ -33,12 +33,13 @@ MAX_HEAD_DIM = 256
 
 
 class Operands(NamedTuple):
-    """Arguments of both operators from `slopes` to `seq_length`, with the schema's defaults.
+    """Arguments of both operators from `slopes` to `window`, with the schema's defaults.
 
     Attributes:
         key: scalar on the host; None without dropout.
         start, key_start: positions of the first query and of the first key.
         seq_length: length of the whole sequence; None if the keys are all of it.
+        window: see `VisibleKeys`; the Triton kernels read it from `starts`.
     """
 
     slopes: Tensor | None
@@ -53,6 +54,15 @@ class Operands(NamedTuple):
     start: int = 0
     key_start: int = 0
     seq_length: int | None = None
+    window: int | None = None
+
+    def softmax(self, num_keys: int) -> CausalSoftmax:
+        """Return the softmax that `operands` was called with, without sinks."""
+        drop = None
+        if self.samples is not None and self.key is not None:
+            drop = Drop(self.p, key_from_tensor(self.key), self.samples, self.base)
+        visible = VisibleKeys(self.starts, self.ends, self.window, first=self.start)
+        return CausalSoftmax(self.seq_length or num_keys, self.scale, self.slopes, visible, drop, self.cap)
 
 
 def has_triton() -> bool:
@@ -60,35 +70,32 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def flash_attention(
-    q: Tensor, k: Tensor, v: Tensor, softmax: CausalSoftmax, sinks: Tensor | None = None
-) -> Tensor:
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, softmax: CausalSoftmax) -> Tensor:
     """Return dropout(softmax(scale * q k^T + bias)) v, ``[b, n, m, d]``.
 
     Args:
         q: ``[b, n, m, d]``, bf16, fp16 or fp32; the queries from position `first` of the visible keys on.
         k: ``[b, g, s, d]``; n/g query heads share a key/value head.
         v: ``[b, g, s, d]``.
-        softmax: bias, visible keys and dropout. The `starts` of the keys do not decrease within a sample. If
-            the keys have `ends`, they also have `starts`, and each query sees its whole document: a document
-            ends where the next one starts.
-        sinks: ``[n]``, one more logit of each head in the softmax's sums; None without.
+        softmax: bias, visible keys, dropout and sinks. The `starts` of the keys do not decrease within a
+            sample. If the keys have `ends`, they also have `starts`, and each query sees its whole document:
+            a document ends where the next one starts.
     """
     rest = operands(softmax, softmax.visible.first)
-    out: Tensor = torch.ops.megalite.flash_attention(q, k, v, *rest, sinks)[0]
+    out: Tensor = torch.ops.megalite.flash_attention(q, k, v, *rest, softmax.sinks)[0]
     return out
 
 
 def operands(softmax: CausalSoftmax, first: int, first_key: int = 0) -> Operands:
     """Return the operators' arguments for queries and keys from these positions on."""
-    s, scale, slopes, visible, drop, cap = softmax
+    s, scale, slopes, visible, drop, cap, _ = softmax
     starts, ends = (None if x is None else x.contiguous() for x in visible[:2])
     assert ends is None or starts is not None
     site: tuple[Tensor | None, Tensor | None, float, float, int] = None, None, scale, 0.0, 0
     if drop is not None and drop.p > 0.0:
         p, key, samples, base, tensor = drop
         site = samples.contiguous(), key_tensor(key) if tensor is None else tensor, scale, p, base
-    return Operands(slopes, starts, ends, *site, cap, first, first_key, s)
+    return Operands(slopes, starts, ends, *site, cap, first, first_key, s, visible.window)
 
 
 def empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -139,11 +146,7 @@ def _scores(products: Tensor, o: Operands) -> tuple[Tensor, Tensor | float, Tens
 
     Hidden keys have a score of -inf.
     """
-    drop = None
-    if o.samples is not None and o.key is not None:
-        drop = Drop(o.p, key_from_tensor(o.key), o.samples, o.base)
-    visible = VisibleKeys(o.starts, o.ends, first=o.start)
-    softmax = CausalSoftmax(o.seq_length or products.shape[3], o.scale, o.slopes, visible, drop, o.cap)
+    softmax = o.softmax(products.shape[3])
     softmax.cap_(products)
     slope = softmax.cap_slope(products)
     slopes, starts, ends, samples, scale, p, key, base, *where = softmax.arguments(o.start)
@@ -366,62 +369,68 @@ def _query_ends(starts: Tensor | None) -> Tensor | None:
     return torch.searchsorted(starts, positions.contiguous(), right=True)
 
 
+def define_attention(
+    name: str,
+    forward: Callable[..., tuple[Tensor, Tensor]],
+    backward: Callable[..., list[Tensor]],
+    *,
+    keeps_output: bool = True,
+) -> None:
+    """Define the operators NAME and NAME_backward of attention, the first one with autograd and sinks.
+
+    Args:
+        forward: maps queries, keys, values and `Operands` to output and logarithms of the sums without sinks.
+        backward: maps the output's gradient, queries, keys, values, forward's results and `Operands` to
+            gradients as `empty_gradients` allocates them. It need not know of sinks.
+        keeps_output: whether `backward` needs the output, which is None otherwise.
+    """
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        q, k, v, slopes, starts, ends, samples, key, *ctx.numbers, sinks = inputs
+        ctx.set_materialize_grads(False)  # otherwise the second output's gradient would be a tensor of zeros
+        out = output[0] if keeps_output or sinks is not None else None
+        ctx.save_for_backward(q, k, v, out, output[1], slopes, starts, ends, samples, key, sinks)
+
+    def gradients(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+        *saved, sinks = ctx.saved_tensors
+        of_sinks = sinks_gradient(grad, saved[3], saved[4], sinks) if ctx.needs_input_grad[-1] else None
+        if not keeps_output:
+            saved[3] = None
+        grads = getattr(torch.ops.megalite, f"{name}_backward")(grad, *saved, *ctx.numbers)
+        return *gradients_of(grads), *(None,) * len(Operands._fields), of_sinks
+
+    arguments = (
+        "Tensor? slopes, Tensor? starts, Tensor? ends, Tensor? samples, Tensor? key, float scale, float p, "
+        "int base, float? cap=None, int start=0, int key_start=0, int? seq_length=None, int? window=None"
+    )
+    schema = f"(Tensor q, Tensor k, Tensor v, {arguments}, Tensor? sinks=None) -> (Tensor, Tensor)"
+    define(name, schema, with_sinks(forward), _fake, save=save, backward=gradients)
+    heads = "Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? out, Tensor log_sums"
+    define(f"{name}_backward", f"({heads}, {arguments}) -> Tensor[]", backward, _fake_gradients)
+
+
 def with_sinks(forward: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
     """Return the operator's implementation from a forward without sinks, whose results then get them."""
 
     def run(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         num_operands = len(Operands._fields)
-        out, log_sums = forward(q, k, v, *rest[:num_operands])
+        results = forward(q, k, v, *rest[:num_operands])
         for sinks in rest[num_operands:]:  # one tensor or None; absent if the call leaves it out
-            if sinks is not None:
-                add_sinks_(out, log_sums, sinks)
-        return out, log_sums
+            add_sinks_(*results, sinks)
+        return results
 
     return run
 
 
-def fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    """Return tensors without values for the results of attention."""
+def _fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return empty_results(q, v)
 
 
-def fake_gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> list[Tensor]:
-    """Return tensors without values for the gradients of attention."""
+def _fake_gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> list[Tensor]:
     return empty_gradients(q, k, v)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, slopes, starts, ends, samples, key, *ctx.numbers, sinks = inputs
-    ctx.set_materialize_grads(False)  # otherwise the second output's gradient would be a tensor of zeros
-    ctx.save_for_backward(q, k, v, *output, slopes, starts, ends, samples, key, sinks)
-
-
-def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    *saved, sinks = ctx.saved_tensors
-    grads = torch.ops.megalite.flash_attention_backward(grad, *saved, *ctx.numbers)
-    grad_sinks = sinks_gradient(grad, saved[3], saved[4], sinks) if ctx.needs_input_grad[-1] else None
-    return *gradients_of(grads), *(None,) * 12, grad_sinks
-
-
-_REST = (
-    "Tensor? slopes, Tensor? starts, Tensor? ends, Tensor? samples, Tensor? key, float scale, float p, "
-    "int base, float? cap=None, int start=0, int key_start=0, int? seq_length=None"
-)
-
-define(
-    "flash_attention",
-    f"(Tensor q, Tensor k, Tensor v, {_REST}, Tensor? sinks=None) -> (Tensor, Tensor)",
-    with_sinks(reference),
-    fake,
-    save=_save,
-    backward=_backward,
-)
-define(
-    "flash_attention_backward",
-    f"(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor log_sums, {_REST}) -> Tensor[]",
-    reference_backward,
-    fake_gradients,
-)
+define_attention("flash_attention", reference, reference_backward)
 if has_triton():
     torch.library.impl(f"{NAMESPACE}::flash_attention", "CUDA", with_sinks(launch))
     torch.library.impl(f"{NAMESPACE}::flash_attention_backward", "CUDA", launch_backward)

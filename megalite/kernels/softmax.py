@@ -49,6 +49,12 @@ class CausalSoftmax(NamedTuple):
 
     With a cap c, c tanh(scale * scores / c) replaces the scaled scores (Gemma Team 2024, section 2).
 
+    An attention sink is one more logit per head in the sum of the softmax, with a value of zero: a weight is
+    exp(x) / (sum of exp + exp(sink)), as in GPT-OSS (OpenAI 2025, arXiv 2508.10925). Attention with a sink is
+    attention without it, times sigmoid(log of the sum - sink). Any kernel that returns the logarithms of the
+    sums computes without sinks, and `add_sinks_` changes its results. A backward that takes the output and
+    these logarithms from the forward needs no change if they include the sink.
+
     Attributes:
         seq_length: length of the whole sequence, s.
         scale: factor of the scores.
@@ -56,6 +62,7 @@ class CausalSoftmax(NamedTuple):
         visible: keys that each query sees, by `starts` and `ends`.
         drop: dropout of the weights; None without dropout.
         cap: bound of the scaled scores; None without bound.
+        sinks: logits of the sinks, ``[n]``; None without sinks.
     """
 
     seq_length: int
@@ -64,6 +71,7 @@ class CausalSoftmax(NamedTuple):
     visible: VisibleKeys = VisibleKeys()
     drop: Drop | None = None
     cap: float | None = None
+    sinks: Tensor | None = None
 
     def weights_(self, scores: Tensor, first: int, first_key: int = 0) -> Tensor:
         """Replace scores with weights, and with zeros for keys that are not visible.
@@ -120,6 +128,7 @@ class CausalSoftmax(NamedTuple):
             slopes=None if self.slopes is None else self.slopes[heads],
             visible=self.visible.part(samples),
             drop=drop,
+            sinks=None if self.sinks is None else self.sinks[heads],
         )
 
     def arguments(self, first: int, first_key: int = 0) -> tuple[Any, ...]:
@@ -254,13 +263,6 @@ define(
 )
 
 
-# An attention sink is one more logit per head in the sum of the softmax, with a value of zero: a weight is
-# exp(x) / (sum of exp + exp(sink)), as in GPT-OSS (OpenAI 2025, arXiv 2508.10925). Attention with a sink is
-# attention without it, times sigmoid(log of the sum - sink): any kernel that returns the logarithm of the
-# sums can compute it. A backward that takes the output and these logarithms from the forward needs no change
-# if they include the sink.
-
-
 def sink_factors(log_sums: Tensor, sinks: Tensor) -> Tensor:
     """Return the share of the keys in each sum of exponentials with a sink, ``[b, n, s, 1]``.
 
@@ -271,15 +273,16 @@ def sink_factors(log_sums: Tensor, sinks: Tensor) -> Tensor:
     return (log_sums - sinks.to(log_sums.dtype)[:, None]).sigmoid()[..., None]
 
 
-def add_sinks_(out: Tensor, log_sums: Tensor, sinks: Tensor) -> None:
-    """Change the results of attention without sinks in place to those with sinks.
+def add_sinks_(out: Tensor, log_sums: Tensor, sinks: Tensor | None) -> None:
+    """Change the results of attention without sinks in place to those with sinks, unless these are None.
 
     Args:
         out: ``[b, n, s, d]``.
         log_sums, sinks: as in `sink_factors`.
     """
-    out.mul_(sink_factors(log_sums, sinks))
-    log_sums.copy_(torch.logaddexp(log_sums, sinks.to(log_sums.dtype)[:, None]))
+    if sinks is not None:
+        out.mul_(sink_factors(log_sums, sinks))
+        log_sums.copy_(torch.logaddexp(log_sums, sinks.to(log_sums.dtype)[:, None]))
 
 
 def sinks_gradient(grad: Tensor, out: Tensor, log_sums: Tensor, sinks: Tensor) -> Tensor:

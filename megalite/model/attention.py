@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from megalite.attention.core import StageCore
 from megalite.attention.positions import Angles, PositionInfo
+from megalite.batch.layer_state import BlockOutput
 from megalite.batch.microbatch import SampleNumbers
 from megalite.config import AttentionSpec, ModelConfig, RecomputeConfig
 from megalite.distributed.collectives import all_gather_from
 from megalite.kernels.packed_heads import Heads, SplitHeads, split_heads
-from megalite.model.layer_state import BlockOutput
 from megalite.model.norm import HeadRMSNorm, build_head_norm
 from megalite.model.recompute_region import recompute_core, recompute_output
 from megalite.tensor_parallel.counter_random import Dropout
@@ -159,7 +159,7 @@ class Attention(nn.Module):
         s = k.shape[2] * self.num_ring_ranks
         first_weight = self.head_slice.index * q.shape[1] * s**2
         drop = self.dropout.attention_drop(sample_numbers, first_weight)
-        y = self.core(q, k, v, positions.visible[self.spec.window], drop, self._sinks_of(q))
+        y = self.core(q, k, v, positions.visible[self.spec.window], drop, self.sinks)
         y = self.keep_own_tokens(y.permute(2, 0, 1, 3))  # [s, b, n/tp, d]
         return y if gate is None else y * gate.sigmoid()
 
@@ -174,13 +174,6 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values, of which the first two are rotated by their positions."""
         return self.rotate(q, angles), self.rotate(k, angles), v
-
-    def _sinks_of(self, q: Tensor) -> Tensor | None:
-        """Return the sinks of the heads of queries ``[b, n', m, d]``: ranks may exchange heads for tokens."""
-        if self.sinks is None:
-            return None
-        of_ranks = self.sinks.view(-1, q.shape[1])
-        return of_ranks[self.head_slice.index % len(of_ranks)]
 
     @communication_point
     def reach_keys(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

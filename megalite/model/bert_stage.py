@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megalite.batch.loss_terms import LM_LOSS, LossTerm
+from megalite.batch.layer_state import LM_LOSS, LossTerm
 from megalite.batch.microbatch import Microbatch
 from megalite.config import ModelConfig
 from megalite.config.model.model_config import num_padding_rows, padded_vocab_size

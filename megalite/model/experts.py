@@ -19,14 +19,13 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megalite.attention.positions import PositionInfo
-from megalite.batch.loss_terms import REAL_TOKEN, LossTerm, Terms
+from megalite.batch.layer_state import REAL_TOKEN, BlockOutput, LossTerm, Terms
 from megalite.batch.microbatch import SampleNumbers, numbers_of
 from megalite.config import ModelConfig, RecomputeConfig
 from megalite.distributed.collectives import all_reduce, reduce_from_tensor_parallel, start_all_gather
 from megalite.kernels import fill_normal_, site_key
 from megalite.model.expert_dispatch import Dispatcher, dispatcher_for, within_capacity
 from megalite.model.grouped_linear import grouped_bias, grouped_linear
-from megalite.model.layer_state import BlockOutput
 from megalite.model.mlp import SharedExpert, activation_of
 from megalite.model.recompute_region import recompute_output
 from megalite.model.routing_record import ChoiceObserver, RoutingStatistics, choose

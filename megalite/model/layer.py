@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megalite.attention.core import StageCore
 from megalite.attention.positions import PositionInfo
-from megalite.batch.loss_terms import SharedKeys, Terms, WithTerms
+from megalite.batch.layer_state import BlockOutput, LayerState, SharedKeys, Terms, WithTerms
 from megalite.batch.microbatch import SampleNumbers
 from megalite.config import AttentionSpec, ModelConfig, RecomputeConfig
 from megalite.config.model.attention import LatentSpec
@@ -25,7 +25,6 @@ from megalite.model.embedding import EmbeddingGate
 from megalite.model.experts import MixtureOfExperts, Router
 from megalite.model.gated_delta_net import GatedDeltaNet
 from megalite.model.latent_attention import CachedLatentAttention, LatentAttention
-from megalite.model.layer_state import BlockOutput, LayerState
 from megalite.model.mamba import Mamba
 from megalite.model.mlp import MLP
 from megalite.model.norm import build_norm

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from megalite.attention.core import StageCore
 from megalite.attention.positions import PositionInfo
-from megalite.batch.loss_terms import LossTerm, Terms, WithTerms, later_real_token, later_token
+from megalite.batch.layer_state import LossTerm, Terms, WithTerms, later_real_token, later_token
 from megalite.batch.microbatch import Microbatch, SampleNumbers
 from megalite.config import ModelConfig
 from megalite.config.model.transformer import NORMALIZED

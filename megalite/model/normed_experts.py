@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megalite.batch.loss_terms import Terms
+from megalite.batch.layer_state import Terms
 from megalite.batch.microbatch import SampleNumbers
 from megalite.config import ModelConfig, RecomputeConfig
 from megalite.model.experts import MixtureOfExperts, Router, Routing

@@ -14,12 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megalite.batch.loss_terms import LM_LOSS, Z_LOSS, LossTerm, WithTerms, add_terms
+from megalite.batch.layer_state import LM_LOSS, Z_LOSS, LayerState, LossTerm, WithTerms, add_terms
 from megalite.batch.microbatch import Microbatch
 from megalite.config import ModelConfig
 from megalite.kernels import site_key
 from megalite.model.embedding import Embedding, OutputLayer, VocabHead
-from megalite.model.layer_state import LayerState
 from megalite.tensor_parallel.counter_random import initialize
 from megalite.tensor_parallel.parameter_spec import (
     LayerContext,

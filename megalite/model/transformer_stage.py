@@ -13,14 +13,13 @@ from torch import Tensor, nn
 
 from megalite.attention.choice import build_core
 from megalite.attention.core import StageCore
-from megalite.batch.loss_terms import LM_LOSS, LossTerm
+from megalite.batch.layer_state import LM_LOSS, LayerState, LossTerm
 from megalite.batch.microbatch import Microbatch
 from megalite.config import ModelConfig
 from megalite.config.model.transformer import NORMALIZED
 from megalite.model.embedding import Embedding, EmbeddingForLayers, OutputLayer, word_table
 from megalite.model.experts import names_of_terms
 from megalite.model.layer import TransformerLayer
-from megalite.model.layer_state import LayerState
 from megalite.model.multi_token_prediction import MultiTokenPrediction, mtp_loss_names, mtp_router_terms
 from megalite.model.norm import build_norm
 from megalite.model.recurrent_mixer import RecurrentMixer

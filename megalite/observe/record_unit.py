@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from megalite.attention.choice import build_core
 from megalite.attention.core import StageCore
-from megalite.batch.loss_terms import LossTerm, SharedKeys
+from megalite.batch.layer_state import LayerState, LossTerm, SharedKeys
 from megalite.batch.microbatch import Microbatch
 from megalite.config import ModelConfig, RecomputeConfig
 from megalite.distributed.axes import EXPERTS, MODEL, MeshSpec
@@ -23,7 +23,6 @@ from megalite.distributed.topology import Topology
 from megalite.kernels.flash_attention import MAX_HEAD_DIM
 from megalite.model.bert_stage import STAGES
 from megalite.model.layer import TransformerLayer
-from megalite.model.layer_state import LayerState
 from megalite.model.recompute import apply_recompute
 from megalite.model.recurrent_mixer import RecurrentMixer
 from megalite.model.stage import DTYPES, Stage, StageProvider

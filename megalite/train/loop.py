@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
-from megalite.batch.loss_terms import LM_LOSS
+from megalite.batch.layer_state import LM_LOSS
 from megalite.checkpoint.progress import CallbackStates, recorded_state
 from megalite.config import CheckpointConfig
 from megalite.train.stopping import Stop, StopConditions, Stopped

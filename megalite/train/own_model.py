@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megalite.batch.loss_terms import LM_LOSS, LossTerm, WithTerms
+from megalite.batch.layer_state import LM_LOSS, LossTerm, WithTerms
 from megalite.config import ParallelConfig
 from megalite.distributed.axes import MODEL
 from megalite.distributed.topology import Topology

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
-import torch.distributed as dist
 
 from megalite.checkpoint.lease import FolderLease
 from megalite.config import Config, check_config
@@ -382,10 +381,10 @@ def datasets_on_every_stage(datasets: DatasetSplits | None, topology: Topology) 
     if topology.pp.size <= 2:
         assert datasets is not None
         return datasets
-    sent = [None if datasets is None else _unread(datasets)]
-    dist.broadcast_object_list(sent, src=0)  # rank 0 is on the first stage
-    assert sent[0] is not None
-    return sent[0] if datasets is None else datasets
+    own = None if datasets is None else _unread(datasets)
+    found = topology.world.object_of_first(own, "the list of datasets")  # rank 0 is on the first stage
+    assert found is not None
+    return found if datasets is None else datasets
 
 
 def _unread(datasets: DatasetSplits) -> DatasetSplits:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megalite.attention import algebra, core, exchange, plain, positions, ring
 from megalite.batch.document_assignment import DocumentRun
+from megalite.batch.layer_state import LayerState
 from megalite.batch.microbatch import Microbatch
 from megalite.checkpoint import load
 from megalite.checkpoint.convert import average
@@ -43,7 +44,6 @@ from megalite.model import (
     recurrent_mixer,
     stage,
 )
-from megalite.model.layer_state import LayerState
 from megalite.model.norm import LayerNorm, RMSNorm
 from megalite.model.transformer_stage import TransformerStage
 from megalite.optim import (
@@ -792,8 +792,9 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
          after(lambda pair, *_: (pair[0].roll(1, 2), pair[1]))),
         ("a block's softmax is differentiated alone", "cp2+p2p", plain.PlainKernel, "backward",
          before(_of_block_alone)),
-        ("sinks of a ring count twice", "cp2+p2p", core, "differentiable",
-         before(lambda q, k, v, blocks, sinks: (q, k, v, blocks, sinks + math.log(2.0))), "gpt-oss"),
+        ("sinks of a ring count twice", "cp2+p2p", ring.Ring, "__init__",
+         before(lambda self, axis, held, softmax, kernel: (
+             self, axis, held, softmax._replace(sinks=softmax.sinks + math.log(2.0)), kernel)), "gpt-oss"),
         ("slices of ranks that exchange heads stay in the order of the ranks", "cp4+a2a+p2p",
          exchange.KeyRanks, "of", after(_in_plain_order)),
         ("tokens of the only layer that exchanges heads stay in the order of the ranks", "cp2",

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from megalite.batch.layer_state import LayerState
 from megalite.batch.microbatch import Microbatch
 from megalite.checkpoint.convert.hf_folder import HFFolder
 from megalite.checkpoint.convert.model_settings import without_training_buffers
@@ -25,7 +26,6 @@ from megalite.distributed.topology import Topology
 from megalite.frontends.huggingface.config import hf_config_of
 from megalite.frontends.huggingface.families import family_of
 from megalite.model.bert_stage import STAGES, BertStage
-from megalite.model.layer_state import LayerState
 from megalite.tensor_parallel.parameter_spec import LayerContext, spec_of
 from megalite.utils.errors import UserError, few, first_line
 from megalite.utils.log import LineInterval, log

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from megalite.config.model.rope import RotarySpec
 from megalite.config.option import (
@@ -16,6 +16,7 @@ from megalite.config.option import (
     Range,
     Setting,
     option,
+    other_than,
 )
 
 KeysAsValues = Literal["none", "full_attention", "all"]
@@ -102,6 +103,50 @@ class AttentionOptions:
     attention_backend: AttentionBackend = option("auto", on_resume=OnResume.FREE, in_megatron=False)
     """Kernel that computes attention. fused: any of flash, cudnn and efficient. Attention dropout needs
     triton (CUDA GPUs), unfused or local (docs/attention.md)."""
+
+
+class KernelFeature(NamedTuple):
+    """Option of attention that not all kernels compute.
+
+    Attributes:
+        setting: the option, and its values.
+        backends: values of --attention-backend that compute it.
+        lack: what the others lack, as a clause.
+        without: what to do instead, after "pass --attention-backend auto, or".
+        is_merged: whether a merge of blocks of keys adds it to the results of any kernel.
+    """
+
+    setting: Setting
+    backends: tuple[AttentionBackend, ...]
+    lack: str
+    without: str
+    is_merged: bool = False
+
+
+KERNEL_FEATURES = (
+    KernelFeature(
+        Setting("attention_dropout"),
+        ("triton", "unfused", "local"),
+        "has no dropout that is the same in any layout",
+        "--attention-dropout 0",
+    ),
+    KernelFeature(
+        Setting("attn_logit_softcapping"),
+        ("triton", "unfused", "local", "flex"),
+        "cannot cap scores",
+        "remove --attn-logit-softcapping",
+    ),
+    KernelFeature(
+        Setting("softmax_type", other_than("vanilla")),
+        ("triton", "unfused", "local", "flex"),
+        "has no sinks in its softmax",
+        "--softmax-type vanilla",
+        is_merged=True,
+    ),
+    KernelFeature(
+        Setting("qk_clip"), ("unfused", "local"), "does not return the largest scores", "remove --qk-clip"
+    ),
+)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from megalite.config.config import Config
 from megalite.config.data import DOCUMENT_OPTIONS
 from megalite.config.fields import config_fields, value_of, without_effect
 from megalite.config.fp8 import FP8_BLOCKS
+from megalite.config.model.attention import KERNEL_FEATURES
 from megalite.config.model.feed_forward import GATED_ACTIVATIONS
 from megalite.config.model.recurrence import HAS_MAMBA
 from megalite.config.option import ABOVE_ONE, Range, Setting, flag_of, flag_with_value, other_than
@@ -58,7 +59,6 @@ _FULL_ATTENTION = (
     Setting("keys_as_values", ("full_attention",)),
 )
 _TENSORWISE = Setting("fp8_recipe", ("tensorwise",))
-_OWN_BACKENDS = ("auto", "triton", "unfused", "local")  # with counter-based dropout, capped scores and sinks
 _OFFLOADS = ("optimizer_cpu_offload", "optimizer_nvme_offload")
 _PACKS = Setting("document_packing", ("best_fit",))
 
@@ -105,21 +105,13 @@ CONFLICTS = (
         ", which recomputes the MLP: remove mlp and mlp_act from --recompute-modules",
     ),
     # Attention
-    *_exclude(
-        Setting("attention_backend", other_than(*_OWN_BACKENDS)),
-        "attention_dropout",
-        ": only triton and unfused have dropout that is the same in any layout; pass --attention-backend "
-        "auto, or --attention-dropout 0",
-    ),
-    *_exclude(
-        "attn_logit_softcapping",
-        Setting("attention_backend", other_than(*_OWN_BACKENDS, "flex")),
-        ", which cannot cap scores: pass --attention-backend auto, or remove one",
-    ),
-    *_exclude(
-        Setting("softmax_type", other_than("vanilla")),
-        Setting("attention_backend", other_than(*_OWN_BACKENDS, "flex")),
-        ", which has no sinks in its softmax: pass --attention-backend auto, or remove one",
+    *(
+        Conflict(
+            setting,
+            Setting("attention_backend", other_than("auto", *backends)),
+            f", which {lack}: pass --attention-backend auto, or {without}",
+        )
+        for setting, backends, lack, without, _ in KERNEL_FEATURES
     ),
     *_exclude(
         Setting("qk_layernorm_width", ("all_heads",)),
@@ -150,11 +142,6 @@ CONFLICTS = (
     # Attention with QK-clip
     *_exclude(
         "qk_clip", ("qk_layernorm", "clip_qkv"), ", which bounds the scores itself: remove one of them"
-    ),
-    *_exclude(
-        "qk_clip",
-        Setting("attention_backend", other_than("auto", "unfused", "local")),
-        ", which does not return the largest scores: pass --attention-backend auto",
     ),
     *_exclude("qk_clip", _AS_VALUES, ": scaled keys would scale the values; remove one of them"),
     *_exclude(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megalite.batch.loss_terms import WithTerms, largest_total
+from megalite.batch.layer_state import WithTerms, largest_total
 from megalite.batch.microbatch import Microbatch
 from megalite.config import ModelConfig
 from megalite.data.batch_loader import microbatch_samples

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from megalite.batch.loss_terms import LM_LOSS
+from megalite.batch.layer_state import LM_LOSS
 from megalite.config import ModelConfig, TrainingConfig
 from megalite.config.model_flops import flops_per_token
 from megalite.hardware.gpus import peak_tflops

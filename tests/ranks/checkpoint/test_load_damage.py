@@ -293,7 +293,7 @@ def test_no_pickle_is_read_or_written(tmp_path, topology, save, load, monkeypatc
     # One rank agrees with itself: what ranks tell each other is in no file.
     monkeypatch.setattr(type(topology), "agreed", lambda _: nullcontext())
     monkeypatch.setattr("torch.distributed.all_gather_object", gather)
-    monkeypatch.setattr("torch.distributed.broadcast_object_list", lambda _: None)
+    monkeypatch.setattr("torch.distributed.broadcast_object_list", lambda *_: None)
     for name in ("load", "loads", "dump", "dumps", "Pickler", "Unpickler"):
         monkeypatch.setattr(pickle, name, refuse)
     for name in ("load", "save"):

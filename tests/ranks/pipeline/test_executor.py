@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from megalite.batch.loss_terms import LossTerm, WithTerms
+from megalite.batch.layer_state import LossTerm, WithTerms
 from megalite.config import ParallelConfig
 from megalite.distributed.axis import observing
 from megalite.distributed.local_ranks import RankError

@@ -140,7 +140,7 @@ RULES = [
     (
         "--attention-backend flash",
         None,
-        "--attention-backend flash with --attention-dropout 0.1: only triton and unf",
+        "--attention-dropout 0.1 with --attention-backend flash, which has no dropout",
     ),
     (
         "--num-query-groups 5",

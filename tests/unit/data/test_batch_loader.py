@@ -193,11 +193,11 @@ def test_middle_stages_learn_what_there_is(monkeypatch: pytest.MonkeyPatch) -> N
     sent: list[Any] = []
     splits = DatasetSplits(Recorder(8), None, Recorder(3), (NamedDataset("valid", "law", Recorder(5)),))
     with Topology.fake(parallel.mesh, 3, 0, device="cpu") as topology:
-        monkeypatch.setattr("torch.distributed.broadcast_object_list", lambda told, src: sent.extend(told))
+        monkeypatch.setattr("torch.distributed.broadcast_object_list", lambda told, *_: sent.extend(told))
         assert datasets_on_every_stage(splits, topology) is splits
     with Topology.fake(parallel.mesh, 3, 1, device="cpu") as topology:
         monkeypatch.setattr(
-            "torch.distributed.broadcast_object_list", lambda told, src: told.__setitem__(0, sent[0])
+            "torch.distributed.broadcast_object_list", lambda told, *_: told.__setitem__(0, sent[0])
         )
         told = datasets_on_every_stage(None, topology)
     assert list(told.sizes()) == list(splits.sizes()) == [("train", 8), ("test", 3), ("valid law", 5)]

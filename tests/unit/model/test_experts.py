@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from megalite.batch.loss_terms import WithTerms
+from megalite.batch.layer_state import WithTerms
 from megalite.batch.microbatch import Microbatch
 from megalite.config import ModelConfig, RecomputeConfig
 from megalite.config.presets import PRESETS

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite.batch.loss_terms import WithTerms
+from megalite.batch.layer_state import WithTerms
 from megalite.batch.microbatch import Microbatch
 from megalite.config import RecomputeConfig
 from megalite.config.presets import PRESETS

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_layers import MtpModel
 
-from megalite.batch.loss_terms import Terms, WithTerms, later_token
+from megalite.batch.layer_state import Terms, WithTerms, later_token
 from megalite.batch.microbatch import Microbatch
 from megalite.config import Config, DataConfig, ModelConfig, TrainingConfig, check_config
 from megalite.distributed.held_positions import HeldPositions

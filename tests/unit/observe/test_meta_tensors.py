@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from megalite.batch.layer_state import LayerState
 from megalite.batch.microbatch import Microbatch
 from megalite.config.recompute import Module
 from megalite.distributed.topology import Topology
-from megalite.model.layer_state import LayerState
 from megalite.model.stage import Stage
 from megalite.observe.meta_tensors import OTHER, LiveBytes, watch_parts
 from megalite.observe.record_unit import record_unit

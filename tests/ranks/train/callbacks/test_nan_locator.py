@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
+from megalite.batch.layer_state import BlockOutput
 from megalite.batch.microbatch import Microbatch
 from megalite.config import Config, DataConfig, ParallelConfig, TrainingConfig
 from megalite.config.presets import PRESETS
 from megalite.distributed.local_ranks import run_ranks as run_new_ranks
 from megalite.distributed.topology import Topology
 from megalite.model.compiled import compile_layers
-from megalite.model.layer_state import BlockOutput
 from megalite.train import model_chunks
 from megalite.train.callbacks.nan_locator import anomaly_text
 from megalite.train.telemetry.timers import Timers
