@@ -20,6 +20,7 @@ from megalite.data.inspect_dataset import (
     summarize,
 )
 from megalite.data.loss_mask import LossMask, has_loss_mask
+from megalite.data.sharded_dataset import list_path, open_dataset
 from megalite.data.tokenizers.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
 from megalite.data.tokenizers.train_tokenizer import (
     DEFAULT_VOCAB_SIZE,
@@ -32,15 +33,27 @@ from megalite.utils.errors import UserError
 
 
 def merge_datasets(arguments: Sequence[str]) -> None:
-    """Join indexed datasets, in the inputs' order, into OUTPUT_PREFIX.bin and .idx, in constant memory."""
+    """Join indexed datasets, in the inputs' order, into OUTPUT_PREFIX.bin and .idx, in constant memory.
+
+    With --list, they become the shards of one corpus, OUTPUT_PREFIX.shards.json, and nothing is copied.
+    """
     parser = ToolParser(description=merge_datasets.__doc__)
     parser.add_argument(
         "--input", nargs="+", required=True, metavar="PREFIX", help="prefixes, or folders of datasets"
     )
     parser.add_argument("--output-prefix", required=True, metavar="PREFIX")
+    listing = "write PREFIX.shards.json, which names the inputs as the shards of one corpus, and copy nothing"
+    parser.add_argument("--list", action="store_true", help=listing)
     parser.add_argument("--overwrite", action="store_true", help="replace existing output")
     flags = parser.parse_args(arguments)
     prefixes = dataset_merge.find_prefixes(flags.input)
+    if flags.list:
+        listed = dataset_merge.list_shards(prefixes, flags.output_prefix, flags.overwrite)
+        print(
+            f"wrote {list_path(flags.output_prefix)}: {listed.num_documents:,} documents and "
+            f"{listed.num_tokens:,} tokens in {len(listed.prefixes)} shards"
+        )
+        return
     merged = dataset_merge.merge_datasets(prefixes, flags.output_prefix, flags.overwrite)
     print(
         f"wrote {flags.output_prefix}.bin and .idx: {merged.num_documents:,} documents and "
@@ -88,18 +101,18 @@ def inspect_dataset(arguments: Sequence[str]) -> None:
     if bool(flags.prefix) == bool(flags.compare) or (flags.document is not None and len(flags.prefix) != 1):
         raise UserError("pass one or several PREFIXes, or --compare A B; --document needs exactly one PREFIX")
     if flags.compare:
-        difference = compare(*map(IndexedDataset, flags.compare))
+        difference = compare(*map(open_dataset, flags.compare))
         if difference:
             raise UserError(difference)
         print("the same documents")
         return
     tokenizer = _tokenizer(flags)
     if flags.document is not None:
-        _print_document(IndexedDataset(flags.prefix[0]), flags.document, tokenizer)
+        _print_document(open_dataset(flags.prefix[0]), flags.document, tokenizer)
         return
     vocab_size = tokenizer.vocab_size if tokenizer else flags.vocab_size
     for prefix in flags.prefix:
-        _print_summary(IndexedDataset(prefix), vocab_size)
+        _print_summary(open_dataset(prefix), vocab_size)
 
 
 def _tokenizer(flags: argparse.Namespace) -> Tokenizer | None:
@@ -118,7 +131,7 @@ def _tokenizer(flags: argparse.Namespace) -> Tokenizer | None:
 
 def _print_document(dataset: IndexedDataset, number: int, tokenizer: Tokenizer | None) -> None:
     sequences = document_tokens(dataset, number)
-    if not has_loss_mask(dataset.prefix):
+    if not has_loss_mask(dataset):
         for tokens in sequences:
             print(_text(tokens, tokenizer))
         return

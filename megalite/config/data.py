@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from megalite.config.option import LOCAL_PATH, SHARE, OnResume, Range, Setting, flag_of, option
+from megalite.config.option import LOCAL_PATH, POSITIVE, SHARE, OnResume, Range, Setting, flag_of, option
 
 TokenizerType = Literal[
     "byte",
@@ -131,6 +131,15 @@ class DataConfig:
         None, on_resume=OnResume.FREE, only_with=_READS_CORPUS, differs_between_ranks=True, allowed=LOCAL_PATH
     )
     """Folder to cache sample indices in. By default PREFIX/cache next to each large corpus."""
+    data_cache_bytes: int = option(
+        64 << 30,
+        on_resume=OnResume.FREE,
+        only_with=_READS_CORPUS,
+        differs_between_ranks=True,
+        allowed=POSITIVE,
+    )
+    """Bytes on the local disk that the cache of corpora in object storage may take, for all ranks of a
+    machine."""
     fim_rate: float = option(0.0, allowed=SHARE, only_with=_READS_CORPUS)
     """Fill-in-the-middle: share of the training documents to rearrange. They are split into prefix, suffix
     and middle."""

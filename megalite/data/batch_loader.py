@@ -67,7 +67,7 @@ class BatchLoader:
     them then: document ends before a slice determine its documents, and tokens after it are later tokens.
     They do it on the device, or on the host as a part of reading, if each sample's documents are assigned.
 
-    The loader reads ahead in a thread: close it, or use it in a ``with`` block.
+    The loader reads ahead in threads: close it, or use it in a ``with`` block.
 
     Args:
         samples: how the dataset's samples become microbatches.
@@ -164,7 +164,7 @@ class BatchLoader:
 
 
 class Prefetcher:
-    """Reader of the microbatches that are likely next, in a thread, and of any other on request.
+    """Reader of the microbatches that are likely next, in threads, and of any other on request.
 
     A rank's next microbatch starts `stride` samples later, even in the next global batch. The result only
     depends on the sample numbers: a wrong guess costs time and changes nothing.
@@ -185,7 +185,9 @@ class Prefetcher:
         # By the first sample's number, and the sequences of a sample.
         self._reads: OrderedDict[tuple[int, int], Future[Microbatch]] = OrderedDict()
         # The thread must not refer to this object: it would keep the object alive forever.
-        self._pool = ThreadPoolExecutor(1, "prefetch", initializer=_use_device, initargs=(device,))
+        # Several threads wait for a store at the same time.
+        num_threads = max(1, num_ahead)
+        self._pool = ThreadPoolExecutor(num_threads, "prefetch", initializer=_use_device, initargs=(device,))
 
     def take(self, numbers: npt.NDArray[np.int64], sequences_per_sample: int = 1) -> Microbatch:
         """Return the microbatch of the samples with these numbers, in host memory; see `read_microbatch`."""
@@ -203,7 +205,7 @@ class Prefetcher:
         return read.result()
 
     def close(self, *, waits: bool = True) -> None:
-        """Drop what was read ahead and end the thread after the read in progress."""
+        """Drop what was read ahead and end the threads after the reads in progress."""
         self._reads.clear()
         self._pool.shutdown(wait=waits, cancel_futures=True)
 

@@ -30,7 +30,7 @@ from megalite.data.index_cache import (
     digest_of,
     reported_progress,
 )
-from megalite.data.indexed_dataset import IndexedDataset
+from megalite.data.indexed_dataset import IndexedDataset, blocks_of
 from megalite.data.samples import MockDataset, Samples
 from megalite.data.storage import FilesInUse
 from megalite.data.tokenizers.hf_tokenizer import HuggingFaceTokenizer
@@ -176,7 +176,7 @@ class BertDataset:
             try:
                 with reported_progress(name, "documents", max(0, len(bounds) - 1)) as progress:
                     rows = _index_builder.build_sentence_samples(
-                        bounds, lengths, **arguments, progress=progress
+                        bounds, np.asarray(lengths), **arguments, progress=progress
                     )
             finally:  # if lengths changed meanwhile, the order may end early and must not be kept
                 self.indexed.check_files()
@@ -184,8 +184,8 @@ class BertDataset:
 
         values = {
             **arguments,
-            "document_bounds_sha256": digest_of(bounds),
-            "sequence_lengths_sha256": digest_of(lengths[sequences.start : sequences.stop]),
+            "document_bounds_sha256": digest_of([bounds]),
+            "sequence_lengths_sha256": digest_of(blocks_of(lengths, sequences)),
             "format": _FORMAT,
         }
         num_entries = 3 * max(len(sequences), num_samples or 0)
@@ -204,7 +204,7 @@ class BertDataset:
         """
         first, last, max_tokens = self.sample_index[index].tolist()
         try:
-            sentences = [np.asarray(self.indexed[i], np.int64) for i in range(first, last)]
+            sentences = [np.asarray(read, np.int64) for read in self.indexed.read(range(first, last))]
         except IndexError:  # the order matched the corpus when it was opened
             self._files.verify()
             raise

@@ -14,6 +14,8 @@ from megalite.data.gpt_dataset import Dataset, verify_files
 from megalite.data.index_cache import IndexCache
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.samples import Samples
+from megalite.data.sharded_dataset import open_dataset
+from megalite.data.storage import CACHE_BYTES
 from megalite.utils.commands import command_name
 from megalite.utils.errors import UserError
 from megalite.utils.log import log
@@ -157,8 +159,11 @@ def build_from_corpora(
     return DatasetSplits(own["train"], own["valid"], own["test"], tuple(named))
 
 
-def open_corpora(sources: Sources) -> dict[str, IndexedDataset]:
+def open_corpora(sources: Sources, cache_bytes: int = CACHE_BYTES) -> dict[str, IndexedDataset]:
     """Open and check every corpus once, and return them by prefix.
+
+    Args:
+        cache_bytes: limit of the cache of files in object storage.
 
     Raises:
         UserError: a file is missing or damaged, or a blend has too many corpora.
@@ -171,7 +176,7 @@ def open_corpora(sources: Sources) -> dict[str, IndexedDataset]:
                 f"blended: merge some with {command_name('merge-datasets')}"
             )
     prefixes = dict.fromkeys(source.prefix for blend in blends for source in blend.sources)
-    return {prefix: IndexedDataset(prefix) for prefix in prefixes}
+    return {prefix: open_dataset(prefix, cache_bytes) for prefix in prefixes}
 
 
 def _warn_of_overlap(sources: Sources, used: set[str]) -> None:

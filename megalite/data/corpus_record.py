@@ -16,7 +16,7 @@ import numpy.typing as npt
 from megalite.data.blend import normalized, num_samples_to_build
 from megalite.data.corpus_sources import SPLIT_NAMES, Blend, Sources
 from megalite.data.gpt_dataset import EpochPlan, plan_epochs
-from megalite.data.indexed_dataset import IndexedDataset
+from megalite.data.indexed_dataset import Entries, IndexedDataset
 from megalite.data.loss_mask import LossMask
 from megalite.utils.errors import few
 
@@ -90,14 +90,18 @@ class CorpusIdentity:
         return f"{self.sequences:,} sequences in {self.bin_bytes:,} bytes, {_short_digest(asdict(self))}"
 
 
-def _sampled(array: npt.NDArray[Any]) -> Iterator[npt.NDArray[np.uint8]]:
+def _sampled(array: Entries) -> Iterator[npt.NDArray[np.uint8]]:
     """Yield the bytes of an array to hash: all of a small array, evenly spaced blocks of a large one."""
-    raw = array.view(np.uint8)
-    if len(raw) <= _WHOLE_BYTES:
-        yield raw
+    size = array.dtype.itemsize
+    num_bytes = len(array) * size
+    if num_bytes <= _WHOLE_BYTES:
+        yield array[:].view(np.uint8)
         return
-    for begin in np.linspace(0, len(raw) - _BLOCK_BYTES, _WHOLE_BYTES // _BLOCK_BYTES, dtype=np.int64):
-        yield raw[begin : begin + _BLOCK_BYTES]
+    blocks = np.linspace(0, num_bytes - _BLOCK_BYTES, _WHOLE_BYTES // _BLOCK_BYTES, dtype=np.int64)
+    for begin in blocks.tolist():
+        first = begin // size
+        raw = array[first : -(-(begin + _BLOCK_BYTES) // size)].view(np.uint8)
+        yield raw[begin - first * size :][:_BLOCK_BYTES]
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,16 @@
-"""Merge several indexed datasets into one, in constant memory."""
+"""Merge several indexed datasets into one, in constant memory, or list them as shards of one corpus."""
 
 from __future__ import annotations
 
 import glob
+import hashlib
+import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -17,18 +20,31 @@ import numpy.typing as npt
 
 from megalite.data.indexed_dataset import IndexedDataset, blocks_of, replace_dataset, write_index
 from megalite.data.loss_mask import LOSS_MASK, LossMask, has_loss_mask
+from megalite.data.object_store import is_remote
+from megalite.data.sharded_dataset import (
+    CHECKSUM_SUFFIX,
+    FORMAT,
+    LIST_SUFFIX,
+    ShardEntry,
+    ShardList,
+    list_path,
+    open_dataset,
+)
 from megalite.data.tokenizers.tokenizer_digest import (
     copy_tokenizer_digest,
     digest_path,
     read_tokenizer_digest,
 )
 from megalite.utils.errors import UserError
-from megalite.utils.files import new_file, url_problem
+from megalite.utils.files import new_file, replace_file, url_problem
+from megalite.utils.log import log
 
 _PART = re.compile(r"-(\d{5})-of-(\d{5})(?=_|$)")
 """The number of a part, and the number of parts, in the name of a dataset that --partition wrote."""
 _BLOCK = 1 << 20
 """Number of index entries to write at a time."""
+_LISTED_SEQUENCES = 1 << 10
+"""Number of sequences to read at a time for their checksums."""
 
 
 @dataclass(frozen=True)
@@ -107,10 +123,10 @@ def merge_datasets(prefixes: Sequence[str], output_prefix: str, overwrite: bool 
         raise UserError(f"--output-prefix {output_prefix} is one of the inputs: pass another")
     if not overwrite and (existing := next(filter(os.path.exists, paths), None)):
         raise UserError(f"{existing} exists: pass another --output-prefix, or --overwrite")
-    sources = [IndexedDataset(prefix) for prefix in prefixes]
+    sources = [shard for prefix in prefixes for shard in open_dataset(prefix).shards]
     _check_types(sources)
-    digest_source = _source_of_digest(prefixes)
-    masks = _loss_masks(sources)
+    digest_source = _source_of_digest([source.prefix for source in sources])
+    masks = [file for mask in _loss_masks(sources) for file in mask.files]
     summary = MergeSummary(
         tuple(prefixes),
         sum(map(len, sources)),
@@ -122,10 +138,10 @@ def merge_datasets(prefixes: Sequence[str], output_prefix: str, overwrite: bool 
     try:
         os.makedirs(os.path.dirname(output_prefix) or ".", exist_ok=True)
         with new_file(temporary["bin"]) as stream:
-            _write_tokens([source.tokens for source in sources], stream)
+            _write_blocks((block for source in sources for block in source.token_blocks()), stream)
         if masks:
             with new_file(temporary[LOSS_MASK]) as stream:
-                _write_tokens([mask.file.array for mask in masks], stream)
+                _write_blocks((block for file in masks for block in blocks_of(file.array)), stream)
         with new_file(temporary["idx"]) as stream:
             sizes = summary.num_sequences, summary.num_documents
             write_index(
@@ -133,8 +149,8 @@ def merge_datasets(prefixes: Sequence[str], output_prefix: str, overwrite: bool 
             )
         for dataset in sources:
             dataset.check_files()
-        for mask in masks:
-            mask.file.check()
+        for file in masks:
+            file.check()
         with suppress(FileNotFoundError):  # before the digest changes: it belongs to another dataset
             os.remove(paths[1])
         if digest_source is None:
@@ -148,6 +164,74 @@ def merge_datasets(prefixes: Sequence[str], output_prefix: str, overwrite: bool 
         for path in filter(os.path.exists, temporary.values()):
             os.remove(path)
     return summary
+
+
+def list_shards(prefixes: Sequence[str], output_prefix: str, overwrite: bool = False) -> MergeSummary:
+    """Write OUTPUT_PREFIX.shards.json and .shards.crc32, which make the datasets one corpus without a copy.
+
+    Shards below the folder of the list are named relative to it, so that they can be moved together.
+
+    Raises:
+        UserError: an input is damaged, the token dtypes or tokenizers differ, the inputs are a part of the
+            parts that their names count, the output exists or cannot be written.
+    """
+    _check_parts(prefixes)
+    if problem := url_problem(output_prefix):
+        raise UserError(f"--output-prefix {problem}")
+    output_prefix = output_prefix.removesuffix(LIST_SUFFIX)
+    path, folder = list_path(output_prefix), os.path.dirname(os.path.abspath(output_prefix))
+    if os.path.exists(f"{output_prefix}.idx"):  # the prefix would still mean this dataset
+        raise UserError(
+            f"{output_prefix}.idx exists, and it would hide the list: pass another --output-prefix"
+        )
+    if not overwrite and os.path.exists(path):
+        raise UserError(f"{path} exists: pass another --output-prefix, or --overwrite")
+    sources = [shard for prefix in prefixes for shard in open_dataset(prefix).shards]
+    _check_types(sources)
+    digest_source = _source_of_digest([source.prefix for source in sources])
+    _loss_masks(sources)
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with replace_file(f"{output_prefix}{CHECKSUM_SUFFIX}") as stream:
+            whole, entries = 0, []
+            for number, source in enumerate(sources, 1):
+                log.info("reading %s, shard %d of %d", source.prefix, number, len(sources))
+                checksums, sha256 = _checksums(source)
+                stream.write(checksums.tobytes())
+                whole = zlib.crc32(checksums.data, whole)
+                entries.append(_entry(source, folder, sha256))
+        digest = None if digest_source is None else read_tokenizer_digest(digest_source)
+        listed = ShardList(sources[0].dtype.name, digest, whole, tuple(entries))
+        with replace_file(path) as stream:
+            stream.write(f"{json.dumps({'format': FORMAT, **asdict(listed)}, indent=1)}\n".encode())
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}") from None
+    return MergeSummary(
+        tuple(source.prefix for source in sources),
+        sum(map(len, sources)),
+        sum(source.num_documents for source in sources),
+        sum(source.num_tokens for source in sources),
+    )
+
+
+def _entry(source: IndexedDataset, folder: str, sha256: str) -> ShardEntry:
+    name = source.prefix
+    if not is_remote(name):
+        name = os.path.abspath(name.removeprefix("file://"))
+        name = os.path.relpath(name, folder) if name.startswith(os.path.join(folder, "")) else name
+    sizes = source.num_documents, len(source), source.num_tokens
+    return ShardEntry(name, *sizes, sha256, source.files[1].crc32())
+
+
+def _checksums(source: IndexedDataset) -> tuple[npt.NDArray[np.uint32], str]:
+    """Return the CRC-32 of each sequence, and the SHA-256 of the .bin."""
+    checksums, digest = np.empty(len(source), "<u4"), hashlib.sha256()
+    for first in range(0, len(source), _LISTED_SEQUENCES):
+        sequences = range(first, min(first + _LISTED_SEQUENCES, len(source)))
+        for sequence, tokens in zip(sequences, source.read(sequences), strict=True):
+            digest.update(tokens.data)
+            checksums[sequence] = zlib.crc32(tokens.data)
+    return checksums, digest.hexdigest()
 
 
 def _check_types(sources: Sequence[IndexedDataset]) -> None:
@@ -177,7 +261,7 @@ def _source_of_digest(prefixes: Sequence[str]) -> str | None:
 
 def _loss_masks(sources: Sequence[IndexedDataset]) -> list[LossMask]:
     """Return the loss masks of the datasets; empty if none of them has one."""
-    having = [source for source in sources if has_loss_mask(source.prefix)]
+    having = [source for source in sources if has_loss_mask(source)]
     if having and len(having) < len(sources):
         other = next(source for source in sources if source not in having)
         raise UserError(
@@ -186,10 +270,9 @@ def _loss_masks(sources: Sequence[IndexedDataset]) -> list[LossMask]:
     return [LossMask(source) for source in having]
 
 
-def _write_tokens(arrays: Sequence[npt.NDArray[Any]], stream: BinaryIO) -> None:
-    for tokens in arrays:
-        for block in blocks_of(tokens):
-            stream.write(block.tobytes())
+def _write_blocks(blocks: Iterable[npt.NDArray[Any]], stream: BinaryIO) -> None:
+    for block in blocks:
+        stream.write(block.tobytes())
 
 
 def _lengths(sources: Sequence[IndexedDataset]) -> Iterator[npt.NDArray[Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from threading import Lock
 from typing import NamedTuple
 
 import numpy as np
@@ -52,6 +53,7 @@ class FillInMiddleDataset:
         self.plain = plain
         self._tokenizer = tokenizer
         self._settings = settings
+        self._lock = Lock()  # not every tokenizer may be used in several threads, which read ahead
 
     def __len__(self) -> int:
         return len(self.plain)
@@ -82,15 +84,15 @@ class FillInMiddleDataset:
         return np.pad(permuted, (0, missing), constant_values=self._tokenizer.eod)
 
     def _permute_document(self, document: Tokens, rng: np.random.Generator) -> Tokens:
-        text = self._tokenizer.decode(document.tolist())
+        with self._lock:
+            text = self._tokenizer.decode(document.tolist())
         first, second = sorted(rng.integers(0, len(text) + 1, 2).tolist())
         is_suffix_first = rng.random() < self._settings.spm_rate
         if "\ufffd" in text:  # it begins or ends inside a character and could not be encoded again
             return document
-        prefix, middle, suffix = (
-            np.array(ids, np.int64)
-            for ids in self._tokenizer.encode_batch([text[:first], text[first:second], text[second:]])
-        )
+        with self._lock:
+            encoded = self._tokenizer.encode_batch([text[:first], text[first:second], text[second:]])
+        prefix, middle, suffix = (np.array(ids, np.int64) for ids in encoded)
         settings = self._settings
         mark_prefix, mark_middle, mark_suffix = settings.prefix, settings.middle, settings.suffix
         if is_suffix_first:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from megalite.data import _index_builder
 from megalite.data.index_cache import CacheKey, IndexCache, digest_of, reported_progress
-from megalite.data.indexed_dataset import IndexedDataset
+from megalite.data.indexed_dataset import Entries, IndexedDataset, blocks_of
 from megalite.data.storage import FilesInUse, MappedBytes
 from megalite.utils.errors import UserError
 
@@ -81,7 +81,7 @@ def plan_epochs(tokens_per_epoch: int, num_samples: int | None, seq_length: int)
 
 
 def gpt_index(
-    sequence_lengths: npt.NDArray[np.int32],
+    sequence_lengths: Entries,
     sequences: range,
     num_samples: int | None,
     seq_length: int,
@@ -125,7 +125,7 @@ def gpt_index(
         **asdict(plan),
         "first_sequence": sequences.start,
         "num_sequences": len(sequences),
-        "sequence_lengths_sha256": digest_of(sequence_lengths[sequences.start : sequences.stop]),
+        "sequence_lengths_sha256": digest_of(blocks_of(sequence_lengths, sequences)),
         "seq_length": seq_length,
         "seed": seed,
         "format": _FORMAT,
@@ -159,13 +159,13 @@ def _shuffle_dtype(plan: EpochPlan) -> npt.DTypeLike:
     return np.uint32 if plan.num_samples < 2**32 - 2 else np.int64
 
 
-def count_tokens(sequence_lengths: npt.NDArray[np.int32], sequences: range) -> int:
+def count_tokens(sequence_lengths: Entries, sequences: range) -> int:
     """Return the number of tokens in consecutive sequences."""
-    return int(np.sum(sequence_lengths[sequences.start : sequences.stop], dtype=np.int64))
+    return sum(int(np.sum(block, dtype=np.int64)) for block in blocks_of(sequence_lengths, sequences))
 
 
 def _build(
-    sequence_lengths: npt.NDArray[np.int32],
+    sequence_lengths: Entries,
     sequences: range,
     plan: EpochPlan,
     seq_length: int,
@@ -183,7 +183,8 @@ def _build(
         documents = _document_index(sequences, plan, random, progress)
         shuffle = pool.submit(_shuffle_index, plan, random, progress)
         samples = _index_builder.build_sample_index(
-            sequence_lengths, documents, seq_length, plan.num_samples, _is_wide(stream_length), progress
+            *(np.asarray(sequence_lengths), documents, seq_length, plan.num_samples),
+            *(_is_wide(stream_length), progress),
         )
         return documents, samples, shuffle.result()
 
@@ -324,11 +325,11 @@ class GPTDataset:
             if not 0 <= sample < len(self):
                 raise IndexError(f"sample {sample} of a dataset of {len(self)}")
         rows = self.index.shuffle_index[samples].astype(np.int64)  # the samples' numbers before shuffling
-        if self.indexed.is_remote:
-            text = np.stack([self._read_in_sequences(row) for row in rows.tolist()])
-            smallest, largest = int(text.min()), int(text.max())
-        else:
+        if self.indexed.is_mapped:
             text, smallest, largest = self._read_mapped(rows)
+        else:
+            text = self._read_in_sequences(rows)
+            smallest, largest = int(text.min()), int(text.max())
         self._files.check()
         if self._vocab_size is not None and (smallest < 0 or largest >= self._vocab_size):
             self._refuse_token(rows, self._vocab_size)
@@ -340,8 +341,8 @@ class GPTDataset:
         try:
             smallest, largest = _index_builder.gather_samples(
                 self.indexed.tokens,
-                self.indexed.sequence_offsets,
-                self.indexed.sequence_lengths,
+                np.asarray(self.indexed.sequence_offsets),
+                np.asarray(self.indexed.sequence_lengths),
                 self.index.document_index,
                 self.index.sample_index.reshape(-1),
                 rows,
@@ -359,13 +360,18 @@ class GPTDataset:
     def verify_files(self) -> None:
         self._files.verify()
 
-    def _read_in_sequences(self, row: int) -> npt.NDArray[np.int64]:
-        """Return one sample by reading only its sequences: the rest of the corpus may be remote."""
-        (first, begin), (last, end) = self.index.sample_index[row : row + 2].tolist()
-        parts = [self.indexed[i] for i in self.index.document_index[first : last + 1].tolist()]
-        parts[-1] = parts[-1][: end + 1]
-        parts[0] = parts[0][begin:]
-        return np.concatenate(parts).astype(np.int64)
+    def _read_in_sequences(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the samples of these rows by reading their sequences alone, all at a time."""
+        bounds = [self.index.sample_index[row : row + 2].tolist() for row in rows.tolist()]
+        numbers = [self.index.document_index[first : last + 1].tolist() for (first, _), (last, _) in bounds]
+        read = iter(self.indexed.read([number for of_sample in numbers for number in of_sample]))
+        text = np.empty((len(rows), self._seq_length + 1), np.int64)
+        for sample, of_sample, ((_, begin), (_, end)) in zip(text, numbers, bounds, strict=True):
+            parts = [next(read) for _ in of_sample]
+            parts[-1] = parts[-1][: end + 1]
+            parts[0] = parts[0][begin:]
+            np.concatenate(parts, out=sample)
+        return text
 
     def _refuse_token(self, rows: npt.NDArray[np.int64], vocab_size: int) -> None:
         for row in rows.tolist():

@@ -16,7 +16,7 @@ import os
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -26,7 +26,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megalite.data import _index_builder
-from megalite.data.storage import MappedBytes, is_remote
+from megalite.data.object_store import is_remote
+from megalite.data.storage import MappedBytes
 from megalite.utils.files import no_follow, parse_json, replace_file
 from megalite.utils.log import THIS_RANK, log
 
@@ -67,9 +68,12 @@ class CacheKey(NamedTuple):
         return f"{hashlib.sha256(text.encode()).hexdigest()[:32]}-{self.kind}-{self.split}"
 
 
-def digest_of(values: npt.NDArray[Any]) -> str:
-    """Return the SHA-256 of an array's bytes."""
-    return hashlib.sha256(np.ascontiguousarray(values).view(np.uint8).data).hexdigest()
+def digest_of(blocks: Iterable[npt.NDArray[Any]]) -> str:
+    """Return the SHA-256 of the bytes of an array, which comes in blocks."""
+    digest = hashlib.sha256()
+    for block in blocks:
+        digest.update(np.ascontiguousarray(block).view(np.uint8).data)
+    return digest.hexdigest()
 
 
 def checksum(values: npt.NDArray[Any]) -> str:

@@ -8,12 +8,13 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from megalite.data.storage import MappedBytes, is_remote, open_bytes
+from megalite.data.object_store import is_remote
+from megalite.data.storage import CACHE_BYTES, FileRange, MappedBytes, open_bytes, read_ranges
 from megalite.utils.errors import UserError
 from megalite.utils.files import new_file, open_new
 
@@ -28,6 +29,19 @@ DTYPE_CODES: dict[int, str] = {
 
 _BLOCK = 1 << 20
 """Number of sequences to check at a time, which bounds the memory of the checks."""
+
+
+class Entries(Protocol):
+    """Array of the entries of an index, in one file or in several."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]: ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: Any, /) -> Any: ...
+
+    def __array__(self, *args: Any, **kwargs: Any) -> npt.NDArray[Any]: ...
 
 
 class _Index(NamedTuple):
@@ -45,11 +59,12 @@ class IndexedDataset:
     can leave the file or read tokens from a wrong position.
     The arrays are unaligned views of the file. After reading from them or from `tokens`, call `check_files`:
     another process may have written to a file, or truncated it. For files in object storage, opening copies
-    the index to this machine, and reading sequences copies tokens in blocks.
+    the index to this machine, and reading copies the bytes of the sequences.
 
     Attributes:
         prefix: path or URL of the two files, without .bin and .idx.
         dtype: dtype of the tokens in the file.
+        shards: the datasets that the corpus consists of: itself.
         sequence_lengths: int32 [N], in tokens.
         sequence_offsets: int64 [N], start of each sequence in the .bin, in bytes.
         document_index: int64 [D + 1], first sequence of each document, and N at the end.
@@ -58,16 +73,26 @@ class IndexedDataset:
         UserError: a file is missing, unreadable, truncated or in another format, or the files do not match.
     """
 
-    def __init__(self, prefix: str | os.PathLike[str]) -> None:
+    sequence_lengths: Entries
+    sequence_offsets: Entries
+    document_index: Entries
+    shards: tuple[IndexedDataset, ...]
+
+    def __init__(self, prefix: str | os.PathLike[str], cache_bytes: int = CACHE_BYTES) -> None:
+        """Open the files; `cache_bytes` is the limit of the cache of those in object storage."""
         self.prefix = os.fspath(prefix)
+        self.shards = (self,)
         idx_path, bin_path = f"{self.prefix}.idx", f"{self.prefix}.bin"
-        self._bin = _open(bin_path)
-        num_bytes = len(self._bin.array)
-        index = _read_index(idx_path)
+        self._bin = _open(bin_path, cache_bytes)
+        checked = _read_index(idx_path, cache_bytes)
+        _check_sequences(idx_path, bin_path, checked, len(self._bin.array))
+        _check_documents(idx_path, checked)
+        index = checked
+        if self.is_mapped:  # map it again: pages that the check has read then are no memory of this process
+            index = _read_index(idx_path)
+            checked.file.verify()
         self.dtype, self.sequence_lengths, self.sequence_offsets, self.document_index, self._idx = index
-        _check_sequences(idx_path, bin_path, index, num_bytes)
-        _check_documents(idx_path, index)
-        self._tokens = self._bin.array.view(self.dtype)
+        self._num_tokens = len(self._bin.array) // self.dtype.itemsize
 
     def __len__(self) -> int:
         """Return the number of sequences, N."""
@@ -75,20 +100,38 @@ class IndexedDataset:
 
     def __getitem__(self, sequence: int) -> npt.NDArray[Any]:
         """Return the tokens of one sequence; check the files."""
+        return self.read([sequence])[0]
+
+    def read(self, sequences: Sequence[int]) -> list[npt.NDArray[Any]]:
+        """Return the tokens of several sequences, which are fetched together; check the files read."""
+        located = [self.locate(sequence) for sequence in sequences]
+        parts = read_ranges([found for _, found in located])
+        for number in {number for number, _ in located}:
+            self.shards[number].check_files()
+        return [part.view(self.dtype) for part in parts]
+
+    def locate(self, sequence: int) -> tuple[int, FileRange]:
+        """Return the number of the shard that holds a sequence, and the sequence's bytes in its .bin."""
         begin, length = int(self.sequence_offsets[sequence]), int(self.sequence_lengths[sequence])
-        self._bin.fetch(begin, begin + length * self.dtype.itemsize)
-        start = begin // self.dtype.itemsize
-        tokens = self._tokens[start : start + length].copy()
-        self.check_files()
-        return tokens
+        return 0, FileRange(self._bin, begin, begin + length * self.dtype.itemsize)
+
+    def read_tokens(self, first: int, end: int) -> npt.NDArray[Any]:
+        """Return consecutive tokens of the corpus, across sequences."""
+        size = self.dtype.itemsize
+        return read_ranges([FileRange(self._bin, first * size, end * size)])[0].view(self.dtype)
+
+    def token_blocks(self) -> Iterator[npt.NDArray[Any]]:
+        """Yield all tokens, a bounded number at a time."""
+        for first in range(0, self.num_tokens, _BLOCK):
+            yield self.read_tokens(first, min(first + _BLOCK, self.num_tokens))
 
     @property
-    def files(self) -> tuple[MappedBytes, MappedBytes]:
+    def files(self) -> tuple[MappedBytes, ...]:
         """Return the .bin and the .idx."""
         return self._bin, self._idx
 
     def check_files(self) -> None:
-        """Check that neither file has changed since it was opened.
+        """Check that no file has changed since it was opened.
 
         Raises:
             UserError: a file was changed or became unreadable since it was opened.
@@ -98,18 +141,22 @@ class IndexedDataset:
 
     @property
     def tokens(self) -> npt.NDArray[Any]:
-        """Return all tokens of the .bin, [num_tokens]; from object storage, this fetches the whole file."""
-        self._bin.fetch(0, len(self._bin.array))
-        return self._tokens
+        """Return all tokens, [num_tokens]: a view if they are mapped, else a copy."""
+        return self._bin.array.view(self.dtype) if self.is_mapped else self.read_tokens(0, self.num_tokens)
+
+    @property
+    def is_mapped(self) -> bool:
+        """Return whether all tokens are one array in memory; otherwise they are read in ranges."""
+        return not is_remote(self.prefix)
 
     @property
     def is_remote(self) -> bool:
-        """Return whether the files are in object storage: then reading sequences is cheaper than `tokens`."""
-        return is_remote(self.prefix)
+        """Return whether a file is in object storage."""
+        return any(is_remote(shard.prefix) for shard in self.shards)
 
     @property
     def num_tokens(self) -> int:
-        return len(self._tokens)
+        return self._num_tokens
 
     @property
     def num_documents(self) -> int:
@@ -134,9 +181,9 @@ class IndexedDataset:
             )
 
 
-def _open(path: str) -> MappedBytes:
+def _open(path: str, cache_bytes: int = CACHE_BYTES) -> MappedBytes:
     try:
-        return open_bytes(path)
+        return open_bytes(path, cache_bytes)
     except FileNotFoundError:
         raise UserError(f"no such dataset file: {path}{_prefix_hint(path)}") from None
 
@@ -193,8 +240,8 @@ def sequence_lengths(prefix: str) -> npt.NDArray[np.int32] | None:
     return _read_index(path).lengths
 
 
-def _read_index(path: str) -> _Index:
-    opened = _open(path)
+def _read_index(path: str, cache_bytes: int = CACHE_BYTES) -> _Index:
+    opened = _open(path, cache_bytes)
     raw = opened.array
     opened.fetch(0, len(raw))
     dtype, num_sequences, num_entries = _read_header(path, raw)
@@ -394,10 +441,11 @@ def write_index(
         end += int(block.sum(dtype=np.int64))
 
 
-def blocks_of(values: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:
-    """Yield the values of a mapped array, a bounded number at a time."""
-    for first in range(0, len(values), _BLOCK):
-        yield values[first : first + _BLOCK]
+def blocks_of(values: Entries, part: range | None = None) -> Iterator[npt.NDArray[Any]]:
+    """Yield the values of a mapped array, or of a part of it, a bounded number at a time."""
+    part = range(len(values)) if part is None else part
+    for first in range(part.start, part.stop, _BLOCK):
+        yield values[first : min(first + _BLOCK, part.stop)]
 
 
 def replace_dataset(prefix: str, files: Mapping[str, str]) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megalite.data.indexed_dataset import IndexedDataset, blocks_of
+from megalite.data.sharded_dataset import ShardedDataset
 from megalite.utils.errors import UserError
 
 _BLOCK = 1 << 20
@@ -61,15 +62,18 @@ def find_problem(dataset: IndexedDataset, summary: DatasetSummary, vocab_size: i
         summary: its statistics.
         vocab_size: upper bound of its token ids, if known.
     """
+    if isinstance(dataset, ShardedDataset) and (altered := dataset.first_altered()) is not None:
+        return altered
     limit = np.iinfo(np.int64).max if vocab_size is None else vocab_size
     if summary.min_token >= 0 and summary.max_token < limit:
         return None
     for block in _blocks(dataset.num_tokens):
-        wrong = (dataset.tokens[block] < 0) | (dataset.tokens[block] >= limit)
+        tokens = dataset.read_tokens(block.start, block.stop)
+        wrong = (tokens < 0) | (tokens >= limit)
         if wrong.any():
             at = block.start + int(wrong.argmax())
             return (
-                f"token id {int(dataset.tokens[at])} at byte {at * dataset.dtype.itemsize} of "
+                f"token id {int(tokens[at - block.start])} at byte {at * dataset.dtype.itemsize} of "
                 f"{dataset.prefix}.bin ({_document_at(dataset, at)}) is "
                 + ("negative" if vocab_size is None else f"outside the vocabulary of {vocab_size}")
             )
@@ -120,7 +124,7 @@ def _blocks(total: int) -> Iterator[slice]:
 
 
 def _token_range(dataset: IndexedDataset) -> tuple[int, int]:
-    ranges = [(int(block.min()), int(block.max())) for block in blocks_of(dataset.tokens)]
+    ranges = [(int(block.min()), int(block.max())) for block in dataset.token_blocks()]
     return min((low for low, _ in ranges), default=0), max((high for _, high in ranges), default=0)
 
 
@@ -182,8 +186,8 @@ def _equal(a: IndexedDataset, b: IndexedDataset, block: range) -> bool:
 
 def _tokens(dataset: IndexedDataset, block: range) -> npt.NDArray[Any]:
     """Return the tokens of consecutive sequences, which are back to back, as one array."""
-    starts = dataset.sequence_offsets[[block[0], block[-1]]] // dataset.dtype.itemsize
-    return dataset.tokens[int(starts[0]) : int(starts[1]) + int(dataset.sequence_lengths[block[-1]])]
+    first, last = (int(dataset.sequence_offsets[i]) // dataset.dtype.itemsize for i in (block[0], block[-1]))
+    return dataset.read_tokens(first, last + int(dataset.sequence_lengths[block[-1]]))
 
 
 def _first_in(a: IndexedDataset, b: IndexedDataset, block: range) -> str | None:

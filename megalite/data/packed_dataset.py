@@ -154,7 +154,7 @@ class PackedDataset:
         self._first_pieces = np.concatenate(([0], counts.cumsum()))  # of each sequence, and their number
         cached = self._packed(lengths, unanswered, split_name, cache)
         self.packing = Packing(cached.arrays["items"], cached.arrays["bounds"])
-        mask_files = () if self.mask is None else (self.mask.file,)
+        mask_files = () if self.mask is None else self.mask.files
         self._files = FilesInUse((*indexed.files, *mask_files, *cached.files))
         self.num_long = len(long)
         self.num_dropped = int((self._positions == 0).sum())
@@ -182,8 +182,8 @@ class PackedDataset:
         values = {
             **asdict(self.options),
             "first_sequence": self.sequences.start,
-            "sequence_lengths_sha256": digest_of(lengths),
-            "unanswered_sha256": digest_of(unanswered),
+            "sequence_lengths_sha256": digest_of([lengths]),
+            "unanswered_sha256": digest_of([unanswered]),
             "format": _FORMAT,
         }
         num_items = 2 * int(self._first_pieces[-1])

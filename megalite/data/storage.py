@@ -1,4 +1,4 @@
-"""Read a file's bytes as an array, mapped from disk or fetched in blocks from object storage.
+"""Read a file's bytes as an array, mapped from disk or fetched from object storage.
 
 A file must not change while it is read. If another process writes to a mapped file, the reader sees the new
 bytes. If it truncates the file, or the disk fails, reading would end this process by SIGBUS; here the missing
@@ -10,43 +10,60 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
+import mmap
 import os
+import random
+import secrets
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from megalite.config import DataConfig
 from megalite.data._index_builder import FileChange, MappedFile, all_unchanged
-from megalite.utils.errors import UserError, first_line
+from megalite.data.object_store import is_remote, object_exists, open_object, read_object
+from megalite.utils.errors import UserError
+from megalite.utils.files import no_follow
 
-BLOCK_BYTES = 4 << 20
-"""Size of one request: large enough for a store's throughput, small compared with a corpus."""
-_MAX_REQUEST_BLOCKS = 16
-
+GRANULE_BYTES = 512
+"""Unit of the cache: a document is fetched with the rest of its first and last unit."""
+MAX_REQUEST_BYTES = 16 << 20
+CACHE_BYTES = DataConfig.data_cache_bytes
+"""Limit of the cache unless --data-cache-bytes sets another."""
+_NUM_FETCHERS = 32
+"""Number of requests at a time: most of their time is the store's latency."""
+_BYTES_IN_MEMORY = 256 << 20
+"""Bytes that one call fetches before it writes them."""
+_REGION_BYTES = 4 << 20
+"""Bytes to remove at a time of a file in use."""
+_RANGED = "-ranges"
+_MAX_ATTEMPTS = 5
 
 STATUS_AGE_MS = 20
 """Milliseconds for which a loader relies on a file's last known size and times."""
 
 
-def is_remote(path: str) -> bool:
-    """Return whether a path is a URL of a store: s3://, gs://, memory://, ...; file:// is this machine."""
-    return "://" in path and not path.startswith("file://")
+def open_bytes(path: str, cache_bytes: int = CACHE_BYTES) -> MappedBytes:
+    """Open a file of this machine or of a store.
 
-
-def open_bytes(path: str) -> MappedBytes:
-    """Open a file of this machine, or of any store that fsspec supports.
+    Args:
+        cache_bytes: limit of the bytes that the caches of all corpora take on this machine.
 
     Raises:
         FileNotFoundError: there is no such file.
         UserError: the file cannot be read.
     """
-    return CachedBytes(path) if is_remote(path) else MappedBytes(path.removeprefix("file://"))
+    if is_remote(path):
+        return CachedBytes(path, limit=cache_bytes)
+    return MappedBytes(path.removeprefix("file://"))
 
 
 def read_small(path: str) -> bytes:
@@ -57,10 +74,16 @@ def read_small(path: str) -> bytes:
         OSError: the file is on this machine and cannot be read.
         UserError: the file is in a store and cannot be read.
     """
-    if not is_remote(path):
-        return Path(path.removeprefix("file://")).read_bytes()
-    files, inner = _file_system(path)
-    return bytes(_call_store(path, files.cat_file, inner, start=None, end=None))
+    return read_object(path) if is_remote(path) else Path(path.removeprefix("file://")).read_bytes()
+
+
+def exists(path: str) -> bool:
+    """Return whether there is a file of this path or URL.
+
+    Raises:
+        UserError: the store cannot be asked.
+    """
+    return object_exists(path) if is_remote(path) else os.path.exists(path.removeprefix("file://"))
 
 
 class MappedBytes:
@@ -69,6 +92,7 @@ class MappedBytes:
     Attributes:
         array: the file's bytes, uint8.
         mapped: mappings that reading the array depends on.
+        local_path: path of the mapped file.
     """
 
     array: npt.NDArray[np.uint8]
@@ -82,7 +106,11 @@ class MappedBytes:
         except OSError as error:
             raise UserError(f"cannot read {path}: {error}") from None
         self.array = self.mapped[0].array()
-        self._name = path
+        self._name = self.local_path = path
+
+    def crc32(self) -> int:
+        """Return the CRC-32 of all bytes, read through another mapping: they are not kept in memory."""
+        return zlib.crc32(MappedFile(os.fsencode(self.local_path)).array().data)
 
     def fetch(self, begin: int, end: int) -> None:
         """Make bytes `begin` to `end` of the array valid; before this call they may be zeros."""
@@ -115,6 +143,50 @@ _CHANGES = {
 }
 
 
+class FileRange(NamedTuple):
+    """Bytes from `begin` to `end` of a file, and their CRC-32 if it is known."""
+
+    file: MappedBytes
+    begin: int
+    end: int
+    crc32: int | None = None
+
+
+def read_ranges(ranges: Sequence[FileRange]) -> list[npt.NDArray[np.uint8]]:
+    """Return copies of ranges of files; what is missing of those in a store is fetched in one go.
+
+    Bytes from a store that do not have their checksum are fetched once again.
+
+    Raises:
+        UserError: see `CachedBytes.fetch`, or bytes are wrong again.
+    """
+    parts: dict[int, npt.NDArray[np.uint8]] = {}
+    damaged = set[int]()
+    for _ in range(_MAX_ATTEMPTS):  # another process may remove what was fetched
+        wanted: dict[CachedBytes, list[tuple[int, int]]] = {}
+        for i, (file, begin, end, _) in enumerate(ranges):
+            if i not in parts and isinstance(file, CachedBytes):
+                wanted.setdefault(file, []).append((begin, end))
+        fetch_missing(wanted)
+        for i, (file, begin, end, crc32) in enumerate(ranges):
+            if i in parts:
+                continue
+            if not isinstance(file, CachedBytes):
+                parts[i] = file.array[begin:end].copy()
+            elif (part := file.copy(begin, end)) is None:
+                continue
+            elif crc32 is None or zlib.crc32(part.data) == crc32:
+                parts[i] = part
+            elif i in damaged:
+                raise file.damaged(begin, end)
+            else:
+                damaged.add(i)
+                file.forget(begin, end)
+        if len(parts) == len(ranges):
+            return [parts[i] for i in range(len(ranges))]
+    raise UserError("the cache cannot hold the samples of one batch: raise --data-cache-bytes")
+
+
 class FilesInUse:
     """Check of the files that a loader reads, after each batch, all in one call.
 
@@ -139,103 +211,162 @@ class FilesInUse:
 
 
 class CachedBytes(MappedBytes):
-    """File of an object store, whose blocks are cached in a local file when they are read.
+    """File of an object store, whose bytes are cached in a local file when they are read.
 
     The cache file is sparse and has the full size, so it can be mapped; all processes of a machine share it.
-    A second file has one byte for each block that marks whether the block is present. A block is marked after
-    its bytes are on disk, so a marked block is complete even if the process or the machine is killed. The
-    files' name is a digest of the URL and the store's version of the object: a changed object is read anew.
+    A second file has one byte for each `GRANULE_BYTES`: 0 if they are absent, else a number that changes each
+    time they are fetched. It is written after the bytes are on disk, so bytes that are marked are complete
+    even if the process or the machine is killed. The files' name is a digest of the URL and the store's
+    version of the object: a changed object is read anew.
 
-    The files stay for the next run. While they take more than half of the available disk space (their own and
-    free space), files that no process has open are removed, the least recently used first. The files of a
-    running process are never removed: the disk must hold everything that a run reads.
+    The files stay for the next run. While all of them take more than the limit, or more than half of the
+    available disk space (their own and free space), those that no process has open are removed, the least
+    recently used first, and then regions of a .bin that is in use, at random.
     """
 
-    def __init__(self, url: str, folder: Path | None = None) -> None:
+    def __init__(self, url: str, folder: Path | None = None, limit: int = CACHE_BYTES) -> None:
         """Open a file.
 
         Args:
-            url: URL for fsspec; credentials and options come from fsspec's own configuration.
+            url: URL of the object.
             folder: cache folder on a local disk; by default in the folder of temporary files.
+            limit: bytes that all files in the folder may take.
         """
         self._url = url
-        self._files, self._path = _file_system(url)
-        info = _call_store(url, self._files.info, self._path)
-        if info.get("size") is None or info.get("type", "file") != "file":
-            raise UserError(f"cannot read {url}: it is not a file of known size")
-        num_bytes = int(info["size"])
-        self._object_version = self._find_version()
-        folder = folder or Path(tempfile.gettempdir()) / f"megalite-blocks-{os.getuid()}"
-        mark = f"{url}\n{num_bytes}\n{self._object_version}"
-        name = folder / hashlib.sha256(mark.encode()).hexdigest()[:32]
+        self._object = open_object(url)
+        num_bytes = self._object.size
+        self._folder = folder or Path(tempfile.gettempdir()) / f"megalite-blocks-{os.getuid()}"
+        self._limit = limit
+        mark = f"{url}\n{num_bytes}\n{self._object.version}\n{GRANULE_BYTES}"
+        # Only a .bin is always read in ranges, so that regions of it may be removed while it is in use.
+        ending = _RANGED if url.endswith(".bin") else ""
+        name = self._folder / f"{hashlib.sha256(mark.encode()).hexdigest()[:32]}{ending}"
         try:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            _check_owner(folder)
+            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            _check_owner(self._folder)
             self._in_use = _open_shared(Path(f"{name}.marks"))
-            _remove_least_used(folder)
+            make_space(self._folder, limit)
             self._bytes, marks = Path(f"{name}.bytes"), Path(f"{name}.marks")
             was_whole = _resize(self._bytes, num_bytes)
-            _resize(marks, -(-num_bytes // BLOCK_BYTES))
+            _resize(marks, -(-num_bytes // GRANULE_BYTES))
             # All processes that read the object write to both.
             self.mapped = (
                 MappedFile(os.fsencode(self._bytes), is_shared=True),
                 MappedFile(os.fsencode(marks), writable=True, is_shared=True),
             )
         except OSError as error:
-            raise UserError(
-                f"cannot cache {url} in {folder}: {error.strerror}; set TMPDIR to another folder"
-            ) from None
+            raise self._cannot_cache(error) from None
         self.array, self._marks = (mapped.array() for mapped in self.mapped)
         if not was_whole:  # the file is new, or lost marked bytes
             self._marks[:] = 0
+        self.local_path = str(self._bytes)
         self._name = f"{url} (its copy {self._bytes})"
+        self._fetched = 0  # bytes since the size of the cache was last checked
 
     def fetch(self, begin: int, end: int) -> None:
-        """Read the missing blocks of this range, and check that the object has not changed.
+        """Read the missing bytes of this range, and check that the object has not changed.
 
         Raises:
             UserError: the store cannot be read, the object was changed, or this machine's disk is full.
         """
-        if begin == end:
-            return
-        for first, last in self._missing(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
-            start, stop = first * BLOCK_BYTES, min(last * BLOCK_BYTES, len(self.array))
+        fetch_missing({self: [(begin, end)]})
+
+    def copy(self, begin: int, end: int) -> npt.NDArray[np.uint8] | None:
+        """Return a copy of a range; None if a part of it is absent, or was removed meanwhile."""
+        marks = self._marks[begin // GRANULE_BYTES : -(-end // GRANULE_BYTES)]
+        before = marks.copy()
+        data = self.array[begin:end].copy()
+        return data if begin == end or (before.all() and bool((marks == before).all())) else None
+
+    def forget(self, begin: int, end: int) -> None:
+        """Mark a range as absent: what was read is damaged."""
+        self._marks[begin // GRANULE_BYTES : -(-end // GRANULE_BYTES)] = 0
+
+    def missing(self, ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+        """Yield what is absent of the ranges, each for one request; neighbours are joined."""
+        absent = [np.empty(0, np.int64)]
+        for begin, end in ranges:
+            first = begin // GRANULE_BYTES
+            absent.append(first + np.flatnonzero(self._marks[first : -(-end // GRANULE_BYTES)] == 0))
+        granules = np.unique(np.concatenate(absent))
+        most = max(1, MAX_REQUEST_BYTES // GRANULE_BYTES)
+        for run in np.split(granules, np.flatnonzero(np.diff(granules) != 1) + 1):
+            for i in range(0, len(run), most):
+                part = run[i : i + most]
+                stop = (int(part[-1]) + 1) * GRANULE_BYTES
+                yield int(part[0]) * GRANULE_BYTES, min(stop, len(self.array))
+
+    def request(self, start: int, stop: int) -> bytes:
+        """Return these bytes of the opened version of the object; a short answer is requested once again."""
+        data = b""
+        for _ in range(2):
             try:
-                _write(self._bytes, start, self._request(start, stop))
-            except OSError as error:
-                raise UserError(
-                    f"cannot cache {self._url} in {self._bytes}: {error.strerror}; set TMPDIR to another "
-                    "folder"
-                ) from None
-            self._marks[first:last] = 1
+                data = self._object.read(start, stop)
+            except FileNotFoundError:
+                raise self._changed() from None
+            if len(data) == stop - start:
+                return data
+        if not self._is_unchanged():
+            raise self._changed()
+        raise UserError(f"cannot read {self._url}: the store sent {len(data)} bytes, not {stop - start}")
 
-    def _request(self, start: int, stop: int) -> bytes:
-        """Return these bytes of the opened version of the object."""
+    def keep(self, parts: Sequence[tuple[int, bytes]]) -> None:
+        """Write fetched bytes to disk and mark them, if they are of the opened version."""
+        if not self._is_unchanged():
+            raise self._changed()
         try:
-            data = bytes(_call_store(self._url, self._files.cat_file, self._path, start=start, end=stop))
-            is_same = self._find_version() == self._object_version
+            with _locked(self._folder, fcntl.LOCK_SH):
+                _write(self._bytes, parts)
+                for start, data in parts:
+                    marks = self._marks[start // GRANULE_BYTES : -(-(start + len(data)) // GRANULE_BYTES)]
+                    marks[:] = secrets.randbelow(255) + 1
+            self._fetched += sum(len(data) for _, data in parts)
+            if self._fetched > self._limit // 256:
+                self._fetched = 0
+                make_space(self._folder, self._limit)
+        except OSError as error:
+            raise self._cannot_cache(error) from None
+
+    def damaged(self, begin: int, end: int) -> UserError:
+        """Return the error for bytes that have another checksum than the corpus's list of shards."""
+        return UserError(
+            f"{self._url}, bytes {begin} to {end}: the store sent other bytes than were listed, twice; "
+            "upload the shard again, or list the shards again"
+        )
+
+    def _is_unchanged(self) -> bool:
+        try:
+            return self._object.is_unchanged()
         except FileNotFoundError:
-            is_same = False
-        if not is_same:
-            raise UserError(
-                f"{self._url} was changed or removed while it was in use: restore it and start again"
-            )
-        if len(data) != stop - start:
-            raise UserError(f"cannot read {self._url}: the store sent {len(data)} bytes, not {stop - start}")
-        return data
+            return False
 
-    def _find_version(self) -> str:
-        """Return the store's identifier of the object's version."""
-        self._files.invalidate_cache(self._path)  # cached listings contain versions too
-        return str(_call_store(self._url, self._files.ukey, self._path))
+    def _changed(self) -> UserError:
+        return UserError(
+            f"{self._url} was changed or removed while it was in use: restore it and start again"
+        )
 
-    def _missing(self, first: int, last: int) -> Iterator[tuple[int, int]]:
-        """Yield runs of missing blocks, each for one request."""
-        absent = first + np.flatnonzero(self._marks[first:last] == 0)
-        for run in np.split(absent, np.flatnonzero(np.diff(absent) != 1) + 1):
-            for i in range(0, len(run), _MAX_REQUEST_BLOCKS):
-                part = run[i : i + _MAX_REQUEST_BLOCKS]
-                yield int(part[0]), int(part[-1]) + 1
+    def _cannot_cache(self, error: OSError) -> UserError:
+        return UserError(
+            f"cannot cache {self._url} in {self._folder}: {error.strerror}; set TMPDIR to another folder"
+        )
+
+
+def fetch_missing(wanted: Mapping[CachedBytes, Sequence[tuple[int, int]]]) -> None:
+    """Fetch what the cache lacks of ranges of several files, with several requests at a time.
+
+    Raises:
+        UserError: see `CachedBytes.fetch`.
+    """
+    requests = [(file, *span) for file, ranges in wanted.items() for span in file.missing(ranges)]
+    while requests:
+        # Those of bounded size together: their bytes are in memory.
+        sizes = np.cumsum([stop - start for _, start, stop in requests])
+        count = max(1, int(np.searchsorted(sizes, _BYTES_IN_MEMORY)))
+        now, requests = requests[:count], requests[count:]
+        with ThreadPoolExecutor(min(_NUM_FETCHERS, len(now))) as pool:
+            parts = list(pool.map(lambda each: each[0].request(each[1], each[2]), now))
+        for file in dict.fromkeys(file for file, _, _ in now):
+            file.keep([(start, data) for (of, start, _), data in zip(now, parts, strict=True) if of is file])
 
 
 def _check_owner(folder: Path) -> None:
@@ -244,28 +375,6 @@ def _check_owner(folder: Path) -> None:
         raise PermissionError(errno.EPERM, "the folder belongs to another user")
     if folder.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise PermissionError(errno.EPERM, "other users may write to the folder")
-
-
-def _call_store(url: str, call: Any, *args: Any, **options: Any) -> Any:
-    try:
-        return call(*args, **options)
-    except FileNotFoundError:
-        raise
-    except Exception as error:  # each store's library has exceptions of its own
-        raise UserError(f"cannot read {url}: {first_line(error)}") from None
-
-
-def _file_system(url: str) -> tuple[Any, str]:
-    """Return the store of a URL, and the path in it."""
-    try:
-        from fsspec.core import url_to_fs
-    except ImportError:
-        raise UserError(f"reading {url} needs a package that is not installed: pip install fsspec") from None
-    try:
-        files, path = url_to_fs(url)
-    except (ImportError, ValueError) as error:  # the store's own package is missing, or the store is unknown
-        raise UserError(f"cannot read {url}: {error}") from None
-    return files, path
 
 
 def _open_shared(path: Path) -> BinaryIO:
@@ -282,18 +391,64 @@ def _open_shared(path: Path) -> BinaryIO:
         file.close()  # another process removed it before it was locked
 
 
-def _remove_least_used(folder: Path) -> None:
-    """Remove objects that no process has open, while all objects take over half of the available space."""
+@contextmanager
+def _locked(folder: Path, kind: int) -> Iterator[None]:
+    """Hold the folder's lock: regions are removed only while no process writes."""
+    with open(folder / "lock", "ab", opener=no_follow) as file:
+        fcntl.flock(file, kind)
+        yield
+
+
+def make_space(folder: Path, limit: int) -> None:
+    """Remove bytes while all files take more than the limit or half of the available disk space.
+
+    Args:
+        limit: in bytes.
+    """
     entries = []
     for marks in folder.glob("*.marks"):
         with suppress(FileNotFoundError):  # another process also removes it, or has not written yet
             num_bytes = marks.with_suffix(".bytes").stat().st_blocks * 512
             entries.append((marks.stat().st_mtime, marks, num_bytes))
     kept = sum(num_bytes for _, _, num_bytes in entries)
-    limit = (kept + shutil.disk_usage(folder).free) // 2
+    limit = min(limit, (kept + shutil.disk_usage(folder).free) // 2)
+    in_use = []
     for _, marks, num_bytes in sorted(entries):
         if kept > limit and _remove_unused(marks):
             kept -= num_bytes
+        elif marks.stem.endswith(_RANGED):
+            in_use.append(marks)
+    if kept > limit and in_use and hasattr(mmap, "MADV_REMOVE"):
+        with _locked(folder, fcntl.LOCK_EX):
+            _remove_regions(in_use, kept - limit * 9 // 10)
+
+
+def _remove_regions(in_use: Sequence[Path], excess: int) -> None:
+    """Remove random regions of files in use until `excess` bytes are free.
+
+    A region is marked as absent first: a reader that copies it meanwhile finds the mark changed.
+    """
+    random.shuffle(
+        regions := [
+            (marks, start)
+            for marks in in_use
+            for start in range(0, marks.with_suffix(".bytes").stat().st_size, _REGION_BYTES)
+        ]
+    )
+    for marks, start in regions:
+        if excess <= 0:
+            return
+        path = marks.with_suffix(".bytes")
+        before, size = path.stat().st_blocks, path.stat().st_size
+        stop = min(start + _REGION_BYTES, size)
+        first, last = start // GRANULE_BYTES, -(-stop // GRANULE_BYTES)
+        with marks.open("r+b") as file, path.open("r+b") as data:
+            file.seek(first)
+            file.write(bytes(last - first))
+            file.flush()
+            with mmap.mmap(data.fileno(), stop - start, offset=start) as region:
+                region.madvise(mmap.MADV_REMOVE)
+        excess -= (before - path.stat().st_blocks) * 512
 
 
 def _remove_unused(marks: Path) -> bool:
@@ -315,10 +470,11 @@ def _resize(path: Path, num_bytes: int) -> bool:
     return had_size
 
 
-def _write(path: Path, start: int, data: bytes) -> None:
+def _write(path: Path, parts: Sequence[tuple[int, bytes]]) -> None:
     with path.open("r+b", buffering=0) as stream:
-        stream.seek(start)
-        rest = memoryview(data)
-        while rest:
-            rest = rest[stream.write(rest) :]
+        for start, data in parts:
+            stream.seek(start)
+            rest = memoryview(data)
+            while rest:
+                rest = rest[stream.write(rest) :]
         os.fsync(stream.fileno())

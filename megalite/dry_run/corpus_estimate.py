@@ -13,7 +13,7 @@ from megalite.data.blend import normalized, num_samples_to_build
 from megalite.data.corpus_sources import SPLIT_NAMES, Blend, find_sources
 from megalite.data.epochs import Coverage
 from megalite.data.gpt_dataset import index_bytes, plan_epochs
-from megalite.data.indexed_dataset import sequence_lengths
+from megalite.data.sharded_dataset import corpus_lengths
 from megalite.train.run_context import num_samples_of
 
 Lengths = Mapping[str, npt.NDArray[np.int32]]
@@ -83,7 +83,7 @@ def corpora_of(config: Config, dp: int) -> Corpora:
         if num_samples[split]
     ]
     prefixes = dict.fromkeys(source.prefix for draw in draws for source in draw.blend.sources)
-    found = {prefix: sequence_lengths(prefix) for prefix in prefixes}
+    found = {prefix: corpus_lengths(prefix) for prefix in prefixes}
     here = {prefix: lengths for prefix, lengths in found.items() if lengths is not None}
     known = [draw for draw in draws if all(source.prefix in here for source in draw.blend.sources)]
     return Corpora(

@@ -20,6 +20,7 @@ from megalite.batch.microbatch import Microbatch
 from megalite.config import Config, ParallelConfig, RecomputeConfig, check_config
 from megalite.data.document_ends import DocumentEnds
 from megalite.data.indexed_dataset import IndexedDataset
+from megalite.data.sharded_dataset import open_dataset
 from megalite.data.tokenizers.tokenizer import Tokenizer, configured_tokenizer
 from megalite.distributed.collectives import all_reduce
 from megalite.distributed.topology import Topology
@@ -262,7 +263,7 @@ def evaluate_corpus(
         UserError: the dataset cannot be read, or has a token that is not in the model's vocabulary.
     """
     with topology.agreed():
-        corpus = IndexedDataset(prefix)
+        corpus = open_dataset(prefix)
     stream = _sequences(corpus, trained.vocab_size)
     sums = _meter(trained, options, topology)(windows(stream, options.seq_length, options.stride))
     return EvaluationResult.of(prefix, *sums)

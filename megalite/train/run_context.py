@@ -32,6 +32,7 @@ from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.loss_mask import LossMask, has_loss_mask
 from megalite.data.packed_dataset import PackedSamples, PackingOptions
 from megalite.data.samples import CheckedDataset, FieldSamples, GPTSamples, Samples
+from megalite.data.storage import CACHE_BYTES
 from megalite.data.tokenizers.tokenizer import Tokenizer, configured_tokenizer
 from megalite.data.tokenizers.tokenizer_digest import check_tokenizer
 from megalite.distributed.topology import Topology
@@ -334,13 +335,16 @@ def _open_corpora(run: RunContext) -> tuple[dict[str, IndexedDataset], DataRecor
     opened, record = dict[str, IndexedDataset](), None
     with run.topology.agreed():
         if reads_data(run.topology, run.samples):
-            opened = open_corpora(run.sources)
+            cache_bytes = run.config.data.data_cache_bytes
+            opened = open_corpora(run.sources, cache_bytes)
+            if cache_bytes != CACHE_BYTES and not any(corpus.is_remote for corpus in opened.values()):
+                log.warning("--data-cache-bytes has no effect: no corpus is in object storage")
             is_masked = run.config.data.sft
             identities = {
                 prefix: CorpusIdentity.of(corpus, LossMask(corpus) if is_masked else None)
                 for prefix, corpus in opened.items()
             }
-            for prefix in [] if is_masked else filter(has_loss_mask, opened):
+            for prefix in [] if is_masked else [each for each in opened if has_loss_mask(opened[each])]:
                 log.warning("%s holds conversations: pass --sft to learn only their answers", prefix)
             record = DataRecord(run.sources, identities, run.config.data.blend_by)
     run.topology.check_agreement(None if record is None else record.for_ranks(), "data")

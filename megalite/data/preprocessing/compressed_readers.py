@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, BinaryIO, cast
 
+from megalite.data.object_store import ObjectStream, is_remote
 from megalite.utils.errors import UserError, first_line
 
 _BATCH_ROWS = 256
@@ -23,7 +24,7 @@ def row_group_sizes(path: str) -> list[int]:
     """
     with _pyarrow_for(path) as pyarrow:
         if not _is_arrow(path):
-            metadata = pyarrow.parquet.ParquetFile(path).metadata
+            metadata = pyarrow.parquet.ParquetFile(_source(path)).metadata
             return [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
         sizes = [batch.num_rows for batch in _read_arrow(pyarrow, path)[1]]
         return [sum(sizes[i : i + _BATCHES_PER_GROUP]) for i in range(0, len(sizes), _BATCHES_PER_GROUP)]
@@ -51,7 +52,7 @@ def read_rows(
                     for row in range(0, batch.num_rows, _BATCH_ROWS):
                         yield from batch.select(columns).slice(row, _BATCH_ROWS).to_pylist()
         else:
-            file = pyarrow.parquet.ParquetFile(path)
+            file = pyarrow.parquet.ParquetFile(_source(path))
             columns = _columns(path, keys, file.schema_arrow.names)
             for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=columns, row_groups=groups):
                 yield from batch.to_pylist()
@@ -66,13 +67,18 @@ def _columns(path: str, keys: Sequence[str], names: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(columns.values()))
 
 
+def _source(path: str) -> Any:
+    """Return what pyarrow opens: a path, or a stream of an object."""
+    return io.BufferedReader(ObjectStream(path), 1 << 20) if is_remote(path) else path
+
+
 def _is_arrow(path: str) -> bool:
     return path.lower().endswith(".arrow")
 
 
 def _read_arrow(pyarrow: Any, path: str) -> tuple[list[str], Iterator[Any]]:
     """Return the names of the columns and the record batches of an Arrow file or stream."""
-    source = pyarrow.memory_map(path)
+    source = pyarrow.PythonFile(_source(path), mode="r") if is_remote(path) else pyarrow.memory_map(path)
     is_file = source.read(6) == b"ARROW1"
     source.seek(0)
     if not is_file:  # a stream, as Hugging Face's datasets write it

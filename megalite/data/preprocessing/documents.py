@@ -5,15 +5,18 @@ from __future__ import annotations
 import bz2
 import glob
 import gzip
+import io
 import lzma
 import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
 from megalite.data._json_reader import json_texts
+from megalite.data.object_store import ObjectStream, find_objects, is_remote, open_object
 from megalite.data.preprocessing.compressed_readers import open_zstandard, read_rows
 from megalite.data.tokenizers.hf_tokenizer import json_object
 from megalite.utils.errors import ConfigError, UserError
@@ -34,6 +37,8 @@ STANDARD_INPUT = "-"
 MAX_DOCUMENT_BYTES = 1 << 24
 """Default limit of a document's bytes: a tokenizer needs about 100 bytes of memory for each byte."""
 BOM = b"\xef\xbb\xbf"
+_REQUEST_BYTES = 8 << 20
+"""Bytes of one request to object storage."""
 
 
 class RecordError(ValueError):
@@ -63,7 +68,7 @@ class DocumentRecord(NamedTuple):
 
 
 def find_inputs(patterns: Sequence[str]) -> list[str]:
-    """Return the files that files, globs and folders name; folders are searched recursively.
+    """Return the files that files, globs and folders name, also as URLs; folders are searched recursively.
 
     A file named directly is read whatever its suffix, as JSONL if the suffix is unknown; "-" is standard
     input. The files of a glob or a folder are sorted.
@@ -76,6 +81,14 @@ def find_inputs(patterns: Sequence[str]) -> list[str]:
     for pattern in patterns:
         if os.path.isfile(pattern) or pattern == STANDARD_INPUT:
             files = [pattern]
+        elif is_remote(pattern):
+            try:
+                found_objects = find_objects(pattern)
+            except UserError as error:
+                problems.append(f"--input {pattern}: {error}")
+                continue
+            is_folder = found_objects != [pattern] and "*" not in pattern
+            files = [name for name in found_objects if not is_folder or _suffixes(name)[0] in _KINDS]
         elif os.path.exists(os.path.join(pattern, "dataset_dict.json")):
             problems.append(f"--input {pattern} holds several splits of a dataset: pass the folder of one")
             continue
@@ -169,7 +182,7 @@ def open_input(path: str) -> Iterator[tuple[BinaryIO, BinaryIO]]:
     """
     opener = _OPENERS.get(_suffixes(path)[1])
     try:
-        with open(path, "rb") as raw:
+        with open_file(path) as raw:
             if opener is None:
                 yield raw, raw
             else:
@@ -177,6 +190,29 @@ def open_input(path: str) -> Iterator[tuple[BinaryIO, BinaryIO]]:
                     yield stream, raw
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         raise UserError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+
+
+def open_file(path: str) -> BinaryIO:
+    """Open a file of this machine, or of object storage, for reading."""
+    if not is_remote(path):
+        return open(path, "rb")
+    return cast(BinaryIO, io.BufferedReader(ObjectStream(path), _REQUEST_BYTES))
+
+
+def file_states(paths: Sequence[str]) -> list[tuple[int, object]]:
+    """Return the size of each file in bytes, and what tells its version; (0, None) for standard input."""
+
+    def state(path: str) -> tuple[int, object]:
+        if path == STANDARD_INPUT:
+            return 0, None
+        if is_remote(path):
+            found = open_object(path)
+            return found.size, found.version
+        status = os.stat(path)
+        return status.st_size, status.st_mtime_ns
+
+    with ThreadPoolExecutor(32) as pool:  # a store takes a while to answer
+        return list(pool.map(state, paths))
 
 
 def parse_records(

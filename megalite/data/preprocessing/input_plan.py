@@ -20,8 +20,10 @@ from megalite.data.preprocessing.documents import (
     STANDARD_INPUT,
     TEXT_DOCUMENTS,
     DocumentRecord,
+    file_states,
     input_kind,
     is_compressed,
+    open_file,
     open_input,
     read_line,
     read_records,
@@ -65,7 +67,7 @@ class InputPlan:
                     f"not {len(job.json_keys)}"
                 )
         self.files = files
-        self._sizes = [0 if path == STANDARD_INPUT else os.path.getsize(path) for path in files]
+        self._sizes = [size for size, _ in file_states(files)]
         self._size = size = sum(self._sizes)
         self._piece_bytes = min(max(size // _MAX_PIECES, _MIN_PIECE_BYTES), _MAX_PIECE_BYTES)
         self.total_bytes = 0 if STANDARD_INPUT in files else size // job.partition[1]
@@ -246,7 +248,7 @@ class ByteRange:
             begin = _line_start(stream, self.begin, self.end)
             if begin is None:
                 return
-            stop = _line_start(stream, self.end, os.fstat(stream.fileno()).st_size)
+            stop = _line_start(stream, self.end, stream.seek(0, os.SEEK_END))
             lines = io.BufferedReader(_FileRange(self.path, begin, stop), _SCAN_BYTES)
             kind = input_kind(self.path, job.text_documents)
             yield from read_stream(self.path, kind, lines, job.max_document_bytes)
@@ -288,7 +290,7 @@ class _FileRange(io.RawIOBase):
     """Stream over a range of a file's bytes."""
 
     def __init__(self, path: str, begin: int, end: int | None) -> None:
-        self._file = open(path, "rb", buffering=0)
+        self._file = open_file(path)
         self._file.seek(begin)
         self._left = end - begin if end is not None else None
 
@@ -296,7 +298,7 @@ class _FileRange(io.RawIOBase):
         return True
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        count = self._file.readinto(buffer if self._left is None else buffer[: self._left]) or 0
+        count = self._file.readinto(buffer if self._left is None else buffer[: self._left]) or 0  # type: ignore[attr-defined]
         self._left = None if self._left is None else self._left - count
         return count
 

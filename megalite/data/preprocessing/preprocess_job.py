@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from megalite.data.indexed_dataset import token_dtype
-from megalite.data.preprocessing.documents import MAX_DOCUMENT_BYTES, STANDARD_INPUT
+from megalite.data.preprocessing.documents import MAX_DOCUMENT_BYTES, STANDARD_INPUT, file_states
 from megalite.data.tokenizers.chat_template import chat_template_of
 from megalite.data.tokenizers.tokenizer import Tokenizer, TokenizerFiles, build_tokenizer
 from megalite.data.tokenizers.tokenizer_digest import tokenizer_digest
@@ -96,7 +95,6 @@ class PreprocessJob:
 def _digest_of_names(files: Sequence[str]) -> str:
     """Return a digest of the files' names, sizes and times: reading their contents would take too long."""
     digest = hashlib.sha256()
-    for name in files:
-        state = os.stat(name) if name != STANDARD_INPUT else None
-        digest.update(repr((name, state and (state.st_size, state.st_mtime_ns))).encode())
+    for name, state in zip(files, file_states(files), strict=True):
+        digest.update(repr((name, None if name == STANDARD_INPUT else state)).encode())
     return digest.hexdigest()

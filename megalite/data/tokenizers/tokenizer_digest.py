@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from megalite.config import DataConfig
+from megalite.data.sharded_dataset import is_sharded, read_list
 from megalite.data.storage import read_small
 from megalite.data.tokenizers.hf_tokenizer import SAMPLE, HuggingFaceTokenizer
 from megalite.data.tokenizers.tokenizer import NullTokenizer, Tokenizer, configured_tokenizer
@@ -89,6 +90,8 @@ def read_tokenizer_digest(prefix: str) -> str | None:
     Raises:
         UserError: the file exists but is not a digest.
     """
+    if is_sharded(prefix):
+        return read_list(prefix).tokenizer
     path = digest_path(prefix)
     try:
         record = parse_json(read_small(path))

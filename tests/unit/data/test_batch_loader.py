@@ -97,7 +97,7 @@ def test_a_closed_loader_leaves_no_thread() -> None:
     with Topology.fake(ParallelConfig().mesh, 1, 0, device="cpu") as topology:
         with BatchLoader(Recorder(24), 2, topology, PLAIN) as load:
             load(0, 0)
-            assert len(_readers() - others) == 1
+            assert 1 <= len(_readers() - others) <= NUM_AHEAD
         assert _readers() <= others
         load.close()  # once more does nothing
 
@@ -117,9 +117,10 @@ def test_a_loader_that_an_error_closes_leaves_no_thread() -> None:
 
     with pytest.raises(KeyError):
         fail()
-    (reader,) = readers
-    reader.join(60.0)
-    assert not reader.is_alive()
+    assert readers
+    for reader in readers:
+        reader.join(60.0)
+        assert not reader.is_alive()
 
 
 def test_a_loader_that_nobody_closes_ends_with_its_last_reference() -> None:
@@ -127,10 +128,12 @@ def test_a_loader_that_nobody_closes_ends_with_its_last_reference() -> None:
     with Topology.fake(ParallelConfig().mesh, 1, 0, device="cpu") as topology:
         load = BatchLoader(Recorder(24), 2, topology, PLAIN)
         load(0, 0)
-        (reader,) = _readers() - others
+        readers = _readers() - others
+        assert readers
         del load
-        reader.join(60.0)
-        assert not reader.is_alive()
+        for reader in readers:
+            reader.join(60.0)
+            assert not reader.is_alive()
 
 
 def test_middle_stages_read_nothing() -> None:

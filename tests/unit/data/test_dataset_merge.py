@@ -122,13 +122,13 @@ def test_folders_stand_for_their_datasets(tmp_path: Path, write_dataset: Callabl
 def test_a_source_cut_while_it_is_merged_gives_no_output(
     tmp_path: Path, write_dataset: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prefix, join = write_dataset([2000, 3000]), dataset_merge._write_tokens
+    prefix, join = write_dataset([2000, 3000]), dataset_merge._write_blocks
 
     def join_after_a_cut(*arguments: Any) -> None:
         os.truncate(f"{prefix}.bin", 100)
         join(*arguments)
 
-    monkeypatch.setattr(dataset_merge, "_write_tokens", join_after_a_cut)
+    monkeypatch.setattr(dataset_merge, "_write_blocks", join_after_a_cut)
     with pytest.raises(UserError, match=r"corpus\.bin became shorter"):
         merge_datasets([prefix], str(tmp_path / "out"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus.bin", "corpus.idx"]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megalite.data.indexed_dataset import IndexedDataset
-from megalite.data.loss_mask import LossMask, has_loss_mask
+from megalite.data.loss_mask import LossMask, has_loss_mask, loss_mask_path
 from megalite.utils.errors import UserError
 from tests.chat import write_masked
 
@@ -22,8 +23,9 @@ def test_each_conversation_has_its_part(tmp_path: Path) -> None:
         [False, False],
     ]
     mask.check(prefix)
-    assert has_loss_mask(prefix)
-    assert not has_loss_mask(f"{prefix}x")
+    assert has_loss_mask(IndexedDataset(prefix))
+    os.remove(loss_mask_path(prefix))
+    assert not has_loss_mask(IndexedDataset(prefix))
 
 
 def test_a_corpus_without_answers(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def test_bad_conversations_are_skipped_if_requested(tmp_path: Path) -> None:
     rows = [*conversations(3), {"messages": []}, *conversations(2)]
     prefix = preprocess_chat(tmp_path, rows, skip_bad_records=True)
     assert len(IndexedDataset(prefix)) == 5
-    assert LossMask(IndexedDataset(prefix)).file.array.any()
+    assert LossMask(IndexedDataset(prefix)).files[0].array.any()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,240 @@
+"""Read objects of a store: s3:// through obstore if it is installed, any other URL through fsspec."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from megalite.utils.errors import UserError, first_line
+
+
+def is_remote(path: str) -> bool:
+    """Return whether a path is a URL of a store: s3://, gs://, memory://, ...; file:// is this machine."""
+    return "://" in path and not path.startswith("file://")
+
+
+class StoredObject(Protocol):
+    """One version of an object of a store; several threads may read it at a time.
+
+    Attributes:
+        size: in bytes.
+        version: the store's identifier of this version.
+    """
+
+    size: int
+    version: str
+
+    def read(self, begin: int, end: int) -> bytes:
+        """Return these bytes; `FileNotFoundError` if the object was removed, or is known to be another."""
+        ...
+
+    def is_unchanged(self) -> bool:
+        """Return whether all bytes read so far are of this version."""
+        ...
+
+
+def open_object(url: str) -> StoredObject:
+    """Find an object and its version.
+
+    Raises:
+        FileNotFoundError: there is no such object.
+        UserError: the store cannot be reached, or a package is missing.
+    """
+    obstore = _obstore_for(url)
+    return _FsspecObject(url) if obstore is None else _ObstoreObject(obstore, url)
+
+
+def read_object(url: str) -> bytes:
+    """Return all bytes of a small object; see `open_object`."""
+    found = open_object(url)
+    return found.read(0, found.size) if found.size else b""
+
+
+def object_exists(url: str) -> bool:
+    """Return whether there is an object of this URL; see `open_object`."""
+    try:
+        open_object(url)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def find_objects(url: str) -> list[str]:
+    """Return the URLs of the objects that a URL, a glob or the prefix of a folder name, sorted.
+
+    Raises:
+        UserError: the store cannot be listed, or a package is missing.
+    """
+    if not any(sign in url for sign in "*?["):
+        if not url.endswith("/") and object_exists(url):
+            return [url]
+        url = f"{url.rstrip('/')}/**"
+    scheme = url.partition("://")[0]
+    if (obstore := _obstore_for(url)) is None:
+        files, pattern = fsspec_store(url)
+        with _named_errors(url):
+            found = files.glob(pattern, detail=True)
+        return sorted(
+            f"{scheme}://{name.lstrip('/')}" for name, info in found.items() if info["type"] == "file"
+        )
+    from fsspec.utils import glob_translate
+
+    bucket, _, pattern = url.removeprefix("s3://").partition("/")
+    folder = re.split(r"[*?\[]", pattern)[0].rpartition("/")[0]
+    with _named_errors(url):
+        listed = obstore.list(obstore.store.S3Store(bucket, **_s3_options()), folder or None)
+        names = [each["path"] for chunk in listed for each in chunk]
+    is_match = re.compile(glob_translate(pattern)).match
+    return sorted(f"s3://{bucket}/{name}" for name in names if is_match(name))
+
+
+def _obstore_for(url: str) -> Any:
+    """Return the package if it is installed and the URL is in S3."""
+    try:
+        import obstore
+    except ImportError:
+        return None
+    return obstore if url.startswith("s3://") else None
+
+
+class ObjectStream(io.RawIOBase):
+    """Stream of the bytes of an object from `begin` on; a context manager.
+
+    Attributes:
+        size: size of the object in bytes.
+    """
+
+    def __init__(self, url: str, begin: int = 0) -> None:
+        self._object = open_object(url)
+        self.size = self._object.size
+        self._position = begin
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self.size}[whence]
+        self._position = start + offset
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        end = min(self._position + len(buffer), self.size)
+        if end <= self._position:
+            return 0
+        data = self._object.read(self._position, end)
+        buffer[: len(data)] = data
+        self._position += len(data)
+        return len(data)
+
+
+class _FsspecObject:
+    """Object of a store that fsspec knows; credentials and options come from fsspec's own configuration."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._files, self._path = fsspec_store(url)
+        with _named_errors(url):
+            info = self._files.info(self._path)
+        if info.get("size") is None or info.get("type", "file") != "file":
+            raise UserError(f"cannot read {url}: it is not a file of known size")
+        self.size = int(info["size"])
+        self.version = self._find_version()
+
+    def read(self, begin: int, end: int) -> bytes:
+        with _named_errors(self._url):
+            return bytes(self._files.cat_file(self._path, start=begin, end=end))
+
+    def is_unchanged(self) -> bool:
+        return self._find_version() == self.version
+
+    def _find_version(self) -> str:
+        self._files.invalidate_cache(self._path)  # cached listings contain versions too
+        with _named_errors(self._url):
+            return str(self._files.ukey(self._path))
+
+
+class _ObstoreObject:
+    """Object in S3. Each request names the version, so that no other request needs to ask for it.
+
+    obstore repeats requests that time out or that the store refuses for its load (503).
+    """
+
+    def __init__(self, obstore: Any, url: str) -> None:
+        self._url, self._obstore = url, obstore
+        bucket, _, self._path = url.removeprefix("s3://").partition("/")
+        with _named_errors(url):
+            self._store = obstore.store.S3Store(bucket, **_s3_options())
+            found = self._call(obstore.head, self._store, self._path)
+        self.size, self.version = int(found["size"]), str(found["e_tag"])
+
+    def read(self, begin: int, end: int) -> bytes:
+        options = {"range": (begin, end), "if_match": self.version}
+        with _named_errors(self._url):
+            return bytes(self._call(self._obstore.get, self._store, self._path, options=options).bytes())
+
+    def is_unchanged(self) -> bool:
+        return True
+
+    def _call(self, call: Any, *args: Any, **options: Any) -> Any:
+        exceptions = self._obstore.exceptions
+        try:
+            return call(*args, **options)
+        except (FileNotFoundError, exceptions.NotFoundError, exceptions.PreconditionError):
+            raise FileNotFoundError(self._url) from None
+
+
+def _s3_options() -> dict[str, Any]:
+    """Return what obstore does not find by itself: profiles of ~/.aws, and a plain-HTTP endpoint."""
+    options: dict[str, Any] = {}
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    if endpoint is not None:
+        options["endpoint"] = endpoint
+        options["client_options"] = {"allow_http": endpoint.startswith("http://")}
+    if "AWS_ACCESS_KEY_ID" not in os.environ:
+        try:
+            from obstore.auth.boto3 import Boto3CredentialProvider
+
+            options["credential_provider"] = Boto3CredentialProvider()
+        except (ImportError, ValueError):  # no boto3, or no profile: obstore looks for an instance's role
+            pass
+    return options
+
+
+@contextmanager
+def _named_errors(url: str) -> Iterator[None]:
+    """Raise the errors of a store's library, which has exceptions of its own, as one line."""
+    try:
+        yield
+    except (FileNotFoundError, UserError):
+        raise
+    except Exception as error:
+        raise UserError(f"cannot read {url}: {first_line(error)}") from None
+
+
+def fsspec_store(url: str) -> tuple[Any, str]:
+    """Return the store of a URL, and the path in it.
+
+    Raises:
+        UserError: fsspec or the store's own package is not installed, or the store is unknown.
+    """
+    try:
+        from fsspec.core import url_to_fs
+    except ImportError:
+        extra = "'megalite[storage]'" if url.startswith("s3://") else "fsspec"
+        raise UserError(f"reading {url} needs a package that is not installed: pip install {extra}") from None
+    try:
+        files, path = url_to_fs(url)
+    except (ImportError, ValueError) as error:  # the store's own package is missing, or the store is unknown
+        hint = ": pip install obstore" if url.startswith("s3://") else ""
+        raise UserError(f"cannot read {url}: {error}{hint}") from None
+    return files, path

@@ -1,0 +1,291 @@
+"""Read a corpus in many shards as one dataset: PREFIX.shards.json lists the shards in order.
+
+A shard is an ordinary .bin and .idx. The list holds what identifies each shard, and PREFIX.shards.crc32 has
+a CRC-32 of the bytes of each sequence, little-endian uint32, in the order of the corpus. The samples of a run
+do not depend on how many shards the corpus has: they are those of the shards merged into one file.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megalite.data.indexed_dataset import DTYPE_CODES, Entries, IndexedDataset, sequence_lengths
+from megalite.data.storage import CACHE_BYTES, FileRange, MappedBytes, exists, open_bytes, read_small
+from megalite.utils.errors import UserError
+from megalite.utils.files import parse_json
+
+LIST_SUFFIX = ".shards.json"
+CHECKSUM_SUFFIX = ".shards.crc32"
+FORMAT = 1
+"""Version of the list; a newer one is refused."""
+_CHECKED_SEQUENCES = 1 << 10
+"""Number of sequences to read at a time for their checksums."""
+_NUM_OPENERS = 16
+"""Number of shards to open at a time: in object storage, each takes several requests."""
+
+
+@dataclass(frozen=True)
+class ShardEntry:
+    """One shard of a list.
+
+    Attributes:
+        name: prefix of its .bin and .idx, relative to the folder of the list, or a URL or an absolute path.
+        documents, sequences, tokens: sizes of the shard.
+        sha256: SHA-256 of the .bin, as the command sha256sum prints it.
+        idx_crc32: CRC-32 of the .idx, which is verified whenever the corpus is opened.
+    """
+
+    name: str
+    documents: int
+    sequences: int
+    tokens: int
+    sha256: str
+    idx_crc32: int
+
+
+@dataclass(frozen=True)
+class ShardList:
+    """Contents of PREFIX.shards.json.
+
+    Attributes:
+        dtype: name of the tokens' dtype.
+        tokenizer: digest of the tokenizer that made all shards; None if it is not known.
+        checksums_crc32: CRC-32 of PREFIX.shards.crc32.
+        shards: the shards in order.
+    """
+
+    dtype: str
+    tokenizer: str | None
+    checksums_crc32: int
+    shards: tuple[ShardEntry, ...]
+
+
+def list_path(prefix: str) -> str:
+    """Return the path or URL of the list of a corpus in shards, whose prefix may already name it."""
+    return f"{prefix.removesuffix(LIST_SUFFIX)}{LIST_SUFFIX}"
+
+
+def is_sharded(prefix: str) -> bool:
+    """Return whether a prefix is that of a list of shards: it names the list, or has a list and no .idx."""
+    return prefix.endswith(LIST_SUFFIX) or (not exists(f"{prefix}.idx") and exists(list_path(prefix)))
+
+
+def open_dataset(prefix: str | os.PathLike[str], cache_bytes: int = CACHE_BYTES) -> IndexedDataset:
+    """Open the corpus of a prefix: a .bin and an .idx, or a list of shards.
+
+    Args:
+        cache_bytes: limit of the cache of files in object storage.
+
+    Raises:
+        UserError: see `IndexedDataset` and `ShardedDataset`.
+    """
+    path = os.fspath(prefix)
+    return (ShardedDataset if is_sharded(path) else IndexedDataset)(path, cache_bytes)
+
+
+def corpus_lengths(prefix: str) -> npt.NDArray[np.int32] | None:
+    """Return the lengths of a corpus's sequences in tokens, from .idx files alone; None if one is missing.
+
+    Raises:
+        UserError: a file is damaged.
+    """
+    if not is_sharded(prefix):
+        return sequence_lengths(prefix)
+    parts = [sequence_lengths(shard_prefix(prefix, each.name)) for each in read_list(prefix).shards]
+    known = [part for part in parts if part is not None]
+    return np.concatenate(known) if len(known) == len(parts) else None
+
+
+def shard_prefix(prefix: str, name: str) -> str:
+    """Return the prefix of a shard, given the list's prefix and the shard's name in it."""
+    return name if "://" in name else os.path.join(os.path.dirname(prefix), name)
+
+
+def read_list(prefix: str) -> ShardList:
+    """Read PREFIX.shards.json.
+
+    Raises:
+        UserError: there is no such list, or it is damaged or of a newer format.
+    """
+    path = list_path(prefix)
+    try:
+        record = parse_json(read_small(path))
+        if record["format"] != FORMAT:
+            raise UserError(f"{path} has format {record['format']}; only format {FORMAT} can be read")
+        shards = tuple(ShardEntry(**entry) for entry in record["shards"])
+        sizes = [size for each in shards for size in (each.documents, each.sequences, each.tokens)]
+        if not shards or record["dtype"] not in DTYPE_CODES.values() or min(sizes) < 0:
+            raise ValueError("it lists no shards, or sizes that cannot be")
+        return ShardList(record["dtype"], record["tokenizer"], record["checksums_crc32"], shards)
+    except FileNotFoundError:
+        raise UserError(f"no such list of shards: {path}; write it with merge-datasets --list") from None
+    except UserError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"cannot read {path} ({type(error).__name__}: {error}): write it again with merge-datasets --list"
+        ) from None
+
+
+class JoinedArray:
+    """One array in several parts, which are read where they are: only what is requested is joined.
+
+    Args:
+        parts: one-dimensional arrays of one dtype.
+        shifts: numbers to add to the values of each part; None to add nothing.
+    """
+
+    def __init__(self, parts: Sequence[npt.NDArray[Any]], shifts: Sequence[int] | None = None) -> None:
+        self._parts = parts
+        self._shifts = [0] * len(parts) if shifts is None else shifts
+        self._starts = np.cumsum([0, *map(len, parts)])
+        self.dtype = parts[0].dtype
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def __getitem__(self, index: int | slice) -> Any:
+        """Return one entry, or a copy of consecutive ones."""
+        if not isinstance(index, slice):
+            if not 0 <= index < len(self):
+                raise IndexError(f"entry {index} of {len(self)}")
+            part = int(np.searchsorted(self._starts, index, side="right")) - 1
+            return self._parts[part][index - self._starts[part]] + self._shifts[part]
+        first, stop, step = index.indices(len(self))
+        assert step == 1, "only consecutive entries can be joined"
+        result, end = np.empty(max(0, stop - first), self.dtype), 0
+        part = int(np.searchsorted(self._starts, first, side="right")) - 1
+        while end < len(result):
+            at = first + end - int(self._starts[part])
+            values = self._parts[part][at : at + len(result) - end]
+            np.add(values, self._shifts[part], out=result[end : end + len(values)])
+            end, part = end + len(values), part + 1
+        return result
+
+    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> npt.NDArray[Any]:
+        joined: npt.NDArray[Any] = self[:]
+        return joined if dtype is None else joined.astype(dtype, copy=False)
+
+
+class ShardedDataset(IndexedDataset):
+    """Corpus of several shards, read as one.
+
+    Opening checks each shard against the list and its whole index. The indices stay in the shards' files,
+    which all processes of a machine share: a shard is found by a binary search.
+
+    Attributes:
+        prefix: prefix of the list, as the user wrote it.
+        shards: the shards, in order.
+
+    Raises:
+        UserError: the list or a shard is missing or damaged, or a shard is not the one that was listed.
+    """
+
+    def __init__(self, prefix: str, cache_bytes: int = CACHE_BYTES) -> None:
+        self.prefix = prefix
+        listed = read_list(prefix)
+        with ThreadPoolExecutor(_NUM_OPENERS) as pool:
+            opened = partial(_open_shard, prefix, listed.dtype, cache_bytes)
+            shards = pool.map(opened, listed.shards)
+            self.shards = tuple(shards)
+        self.dtype = self.shards[0].dtype
+        num_bytes = [shard.num_tokens * self.dtype.itemsize for shard in self.shards]
+        num_sequences = [len(shard) for shard in self.shards]
+        self._first_sequences = np.cumsum([0, *num_sequences])
+        self._first_tokens = np.cumsum([0, *(shard.num_tokens for shard in self.shards)])
+        self.sequence_lengths: Entries = JoinedArray([np.asarray(s.sequence_lengths) for s in self.shards])
+        self.sequence_offsets: Entries = JoinedArray(
+            [np.asarray(s.sequence_offsets) for s in self.shards], np.cumsum([0, *num_bytes[:-1]]).tolist()
+        )
+        indices = [np.asarray(shard.document_index) for shard in self.shards]
+        self.document_index: Entries = JoinedArray(
+            [*(index[:-1] for index in indices), np.zeros(1, np.int64)], self._first_sequences.tolist()
+        )
+        self._checksums, self._checksum_file = _open_checksums(prefix, listed, len(self))
+
+    @property
+    def files(self) -> tuple[MappedBytes, ...]:
+        """Return the files of all shards, and the checksums."""
+        return *(file for shard in self.shards for file in shard.files), self._checksum_file
+
+    @property
+    def is_mapped(self) -> bool:
+        return False
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self._first_tokens[-1])
+
+    def locate(self, sequence: int) -> tuple[int, FileRange]:
+        number = int(np.searchsorted(self._first_sequences, sequence, side="right")) - 1
+        number = min(number, len(self.shards) - 1)
+        _, found = self.shards[number].locate(sequence - int(self._first_sequences[number]))
+        return number, found._replace(crc32=int(self._checksums[sequence]))
+
+    def read_tokens(self, first: int, end: int) -> npt.NDArray[Any]:
+        parts = [np.empty(0, self.dtype)]
+        number = int(np.searchsorted(self._first_tokens, first, side="right")) - 1
+        while number < len(self.shards) and (start := int(self._first_tokens[number])) < end:
+            shard = self.shards[number]
+            parts.append(shard.read_tokens(max(0, first - start), min(end - start, shard.num_tokens)))
+            number += 1
+        return np.concatenate(parts)
+
+    def first_altered(self) -> str | None:
+        """Return which document differs from the checksums of the list, as text; None if all are equal."""
+        for first in range(0, len(self), _CHECKED_SEQUENCES):
+            sequences = range(first, min(first + _CHECKED_SEQUENCES, len(self)))
+            for sequence, tokens in zip(sequences, self.read(sequences), strict=True):
+                if zlib.crc32(tokens.data) != self._checksums[sequence]:
+                    number, _ = self.locate(sequence)
+                    return (
+                        f"{self.shards[number].prefix}.bin is not the file that {list_path(self.prefix)} "
+                        f"lists: document {self.document_of(sequence)} of the corpus differs; restore it, or "
+                        "list the shards again"
+                    )
+        return None
+
+    def document_of(self, sequence: int) -> int:
+        number, _ = self.locate(sequence)
+        before = sum(shard.num_documents for shard in self.shards[:number])
+        return before + self.shards[number].document_of(sequence - int(self._first_sequences[number]))
+
+
+def _open_shard(prefix: str, dtype: str, cache_bytes: int, entry: ShardEntry) -> IndexedDataset:
+    """Open a shard, and check that it is the one that was listed, as far as its index and sizes tell."""
+    path = list_path(prefix)
+    shard = IndexedDataset(shard_prefix(prefix, entry.name), cache_bytes)
+    sizes = shard.num_documents, len(shard), shard.num_tokens, shard.dtype.name
+    if sizes != (entry.documents, entry.sequences, entry.tokens, dtype):
+        raise UserError(
+            f"{shard.prefix} has {sizes[0]} documents and {sizes[2]} tokens ({sizes[3]}), and {path} lists "
+            f"{entry.documents} and {entry.tokens} ({dtype}): restore the shard, or list the shards again"
+        )
+    if shard.files[1].crc32() != entry.idx_crc32:
+        raise UserError(
+            f"{shard.prefix}.idx is not the file that {path} lists: restore it, or list the shards again"
+        )
+    return shard
+
+
+def _open_checksums(
+    prefix: str, listed: ShardList, num_sequences: int
+) -> tuple[npt.NDArray[np.uint32], MappedBytes]:
+    path = f"{prefix.removesuffix(LIST_SUFFIX)}{CHECKSUM_SUFFIX}"
+    try:
+        file = open_bytes(path)
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing: copy it, or list the shards again") from None
+    file.fetch(0, len(file.array))
+    if len(file.array) != 4 * num_sequences or file.crc32() != listed.checksums_crc32:
+        raise UserError(f"{path} does not belong to {list_path(prefix)}: list the shards again")
+    return file.array.view("<u4"), file

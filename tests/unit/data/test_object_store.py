@@ -1,0 +1,139 @@
+"""Corpora in S3, served by this machine: few requests of few bytes, and every fault of a store."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megalite.data.dataset_merge import list_shards
+from megalite.data.indexed_dataset import IndexedDataset
+from megalite.data.preprocessing.preprocess import PreprocessJob, preprocess
+from megalite.data.sharded_dataset import open_dataset
+from megalite.utils.errors import UserError
+from tests.corpora import build_datasets
+from tests.object_server import ObjectServer, object_server
+
+pytest.importorskip("obstore")
+
+WriteDataset = Callable[..., str]
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectServer]:
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    with object_server() as serving:
+        settings = {
+            "ACCESS_KEY_ID": "a",
+            "SECRET_ACCESS_KEY": "b",
+            "REGION": "r",
+            "ENDPOINT_URL": serving.url,
+        }
+        for name, value in settings.items():
+            monkeypatch.setenv(f"AWS_{name}", value)
+        yield serving
+
+
+def upload(server: ObjectServer, folder: Path) -> None:
+    for path in folder.iterdir():
+        if path.is_file():
+            server.objects[f"b/{path.name}"] = path.read_bytes()
+
+
+def listed(write_dataset: WriteDataset, tmp_path: Path) -> str:
+    """The prefix of a corpus of two shards, each of 200 documents of 2,000 bytes."""
+    shards = [write_dataset([500] * 200, f"c{i}", "int32") for i in range(2)]
+    list_shards(shards, str(tmp_path / "corpus"))
+    return str(tmp_path / "corpus")
+
+
+def test_cold_samples_fetch_their_documents_alone(
+    server: ObjectServer, write_dataset: WriteDataset, tmp_path: Path
+) -> None:
+    prefix = listed(write_dataset, tmp_path)
+    upload(server, tmp_path)
+    here, there = (
+        build_datasets([path], "1,0,0", 128, (50, 0, 0), 1).train for path in (prefix, "s3://b/corpus")
+    )
+    assert here is not None and there is not None
+    server.requests.clear()
+    numbers = np.arange(50)
+    assert np.array_equal(there.gather(numbers), here.gather(numbers))  # type: ignore[attr-defined]
+    rows = here.index.shuffle_index[:50]  # type: ignore[attr-defined]
+    positions = [here.index.sample_index[row : row + 2, 0] for row in rows]  # type: ignore[attr-defined]
+    used = {i for first, last in positions for i in range(first, last + 1)}
+    fetched = sum(each.end - each.begin for each in server.requests)
+    assert 2000 * len(used) <= fetched < 1.3 * 2000 * len(used)
+    assert {each.method for each in server.requests} == {"GET"}
+    assert len(server.requests) <= len(used)
+
+
+def test_a_flipped_bit_is_fetched_again_and_then_named(
+    server: ObjectServer, write_dataset: WriteDataset, tmp_path: Path
+) -> None:
+    here = open_dataset(listed(write_dataset, tmp_path))
+    upload(server, tmp_path)
+    there = open_dataset("s3://b/corpus")
+    server.flips = 1
+    assert there[0].tolist() == here[0].tolist()
+    server.flips = 2
+    with pytest.raises(UserError, match=r"s3://b/c1\.bin, bytes 0 to 2000: the store sent other bytes"):
+        there[200]
+    assert there[200].tolist() == here[200].tolist(), "the damaged bytes are not in the cache"
+
+
+def test_a_store_that_is_busy_or_breaks_off_is_asked_again(
+    server: ObjectServer, write_dataset: WriteDataset, tmp_path: Path
+) -> None:
+    here = IndexedDataset(write_dataset([1000] * 9, "c"))
+    upload(server, tmp_path)
+    there = IndexedDataset("s3://b/c")
+    server.refusals = 2
+    assert there[0].tolist() == here[0].tolist()
+    server.cuts = 1
+    assert there[4].tolist() == here[4].tolist()
+    server.delay = 0.3
+    assert there[8].tolist() == here[8].tolist()
+
+
+@pytest.mark.parametrize("named", ["in/**/*.gz in/a.jsonl", "in/", "in/a.jsonl in/sub/b.jsonl.gz"])
+def test_preprocessing_reads_objects(server: ObjectServer, tmp_path: Path, named: str) -> None:
+    """The output is that of the same files on this machine: one that is read in parts, and a .gz."""
+    lines = [json.dumps({"text": f"document {i} " * 50}).encode() + b"\n" for i in range(12_000)]
+    (tmp_path / "in" / "sub").mkdir(parents=True)
+    (tmp_path / "in" / "a.jsonl").write_bytes(b"".join(lines))
+    (tmp_path / "in" / "sub" / "b.jsonl.gz").write_bytes(gzip.compress(b"".join(lines[:100])))
+    for path in (tmp_path / "in").rglob("*.*"):
+        server.objects[f"b/{path.relative_to(tmp_path)}"] = path.read_bytes()
+    for where, prefix in ((f"{tmp_path}/", "here"), ("s3://b/", "there")):
+        preprocess(
+            PreprocessJob(tuple(f"{where}{name}" for name in named.split()), f"{tmp_path}/{prefix}", "byte")
+        )
+    for ending in ("bin", "idx"):
+        here, there = (tmp_path / f"{name}_text_document.{ending}" for name in ("here", "there"))
+        assert here.read_bytes() == there.read_bytes()
+    with pytest.raises(UserError, match=r"--input s3://b/none\.jsonl names no file"):
+        preprocess(PreprocessJob(("s3://b/none.jsonl",), f"{tmp_path}/out", "byte"))
+
+
+def test_another_version_is_never_mixed_in(
+    server: ObjectServer, write_dataset: WriteDataset, tmp_path: Path
+) -> None:
+    write_dataset([1000] * 9, "c")
+    upload(server, tmp_path)
+    there = IndexedDataset("s3://b/c")
+    assert there[0][0] == 0
+    server.objects["b/c.bin"] = server.objects["b/c.bin"][::-1]
+    with pytest.raises(UserError, match=r"s3://b/c\.bin was changed or removed while it was in use"):
+        there[8]
+    with pytest.raises(UserError, match=r"no such dataset file: s3://b/none\.bin"):
+        open_dataset("s3://b/none")
