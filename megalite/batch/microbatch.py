@@ -144,6 +144,19 @@ class Microbatch:
         result = replace(self, **own)
         return result if self.label_positions is None else result._predicting_in(runs)
 
+    def padded_from(self, end: int) -> Microbatch:
+        """Return the microbatch in which the samples with numbers from `end` on are padding."""
+        is_used = (self.sample_numbers < end)[:, None]
+        padded: dict[str, Any] = {
+            name: is_used & (torch.ones_like(like, dtype=torch.bool) if mask is None else mask)
+            for name, like in (("loss_mask", self.labels), ("is_real", self.tokens))
+            for mask in [getattr(self, name)]
+        }
+        for name in ("later_mask", "later_real"):
+            if (mask := getattr(self, name)) is not None:
+                padded[name] = is_used[:, None] & mask
+        return replace(self, **padded)
+
     def rank_part(self, assignments: tuple[Assignment, ...], rank: int) -> Microbatch:
         """Return the microbatch of whole samples with the tokens that a rank gets by these assignments.
 

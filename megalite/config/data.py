@@ -87,6 +87,9 @@ DOCUMENT_OPTIONS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss
 """Options that act at the end of a document."""
 _READS_CORPUS = Setting("mock_data", (False,), "--mock-data does not read a corpus")
 _CORPUS: dict[str, Any] = {"on_resume": OnResume.CORPUS, "only_with": _READS_CORPUS}
+_OWN_SETS = Setting(
+    "valid_weighted_split_paths", ((),), "--valid-weighted-split-paths names validation sets of its own"
+)
 _REARRANGES = (Setting("fim_rate"), _READS_CORPUS)
 
 
@@ -113,6 +116,15 @@ class DataConfig:
     per_split_data_args_path: str | None = option(None, **_CORPUS, allowed=LOCAL_PATH)
     """JSON file with the arguments of --train-, --valid- and --test-data-path: {"train": [...], "valid":
     [...], "test": [...]}."""
+    multiple_validation_sets: bool = option(
+        False, on_resume=OnResume.LOGGED, only_with=(_READS_CORPUS, _OWN_SETS)
+    )
+    """Evaluate on the validation part of each corpus alone, and log its loss by name, instead of on a
+    blend."""
+    validation_set_names: tuple[str, ...] = option(
+        (), on_resume=OnResume.LOGGED, only_with="multiple_validation_sets"
+    )
+    """Names of these validation sets, in the order of the corpora. By default the names of their files."""
     train_weighted_split_paths: tuple[str, ...] = option((), **_CORPUS)
     """Blend to train on, quoted: "NAME: WEIGHT BEGIN:END PREFIX, ...". BEGIN:END is a part of 0:1."""
     train_weighted_split_paths_path: str | None = option(None, **_CORPUS, allowed=LOCAL_PATH)

@@ -70,6 +70,8 @@ class TrainingConfig(Fp8Options):
     eval_iters: int | None = option(None, allowed=NOT_NEGATIVE, on_resume=OnResume.LOGGED)
     """Global batches per evaluation; 0 turns evaluation off. By default 100, or in short runs a tenth of the
     iterations."""
+    full_validation: bool = option(False, on_resume=OnResume.LOGGED)
+    """Evaluate on each whole validation set, every sample once, instead of on --eval-iters batches of it."""
     eval_tasks: str | None = option(None, on_resume=OnResume.FREE, only_with=_COMPUTES)
     """Tasks of lm-evaluation-harness to evaluate during training, such as arc_easy,hellaswag. They must not
     generate text."""

@@ -84,12 +84,14 @@ class BuildOptions(NamedTuple):
         blend_by: weight of datasets without one: their number of "tokens", in whole samples, or "documents".
         cache: cache of the samples' orders; without a cache they are built in memory.
         batch_size: samples per batch; training refuses a corpus with fewer samples in total.
+        full_validation: build one epoch of each validation set.
     """
 
     samples: Samples
     blend_by: str = "tokens"
     cache: IndexCache | None = None
     batch_size: int = 1
+    full_validation: bool = False
 
 
 def num_samples_per_split(
@@ -214,9 +216,14 @@ class _BlendBuild:
         self._check_batch(kept)
         if len(self.blend.sources) == 1 and self.blend.weights is None:
             self._log_coverage([0], [1.0], [self.num_samples])
-            return self._dataset(0, None if self._is_read_once else self.num_samples)
+            return self._dataset(0, None if self._is_read_once or self._is_whole else self.num_samples)
         if self.blend.weights is None:
             return self._blend_by_size(kept)
+        if self._is_whole:
+            raise UserError(
+                f"--full-validation reads each sample of {len(kept)} corpora once, whatever their weights: "
+                "pass --multiple-validation-sets, or remove the weights"
+            )
         return self._blend_by_weight(kept, [self.blend.weights[i] for i in kept])
 
     def _check_batch(self, kept: list[int]) -> None:
@@ -233,6 +240,10 @@ class _BlendBuild:
     @property
     def _is_read_once(self) -> bool:
         return self.split != "train" and self.options.samples.are_whole_documents
+
+    @property
+    def _is_whole(self) -> bool:
+        return self.split == "valid" and self.options.full_validation
 
     def _sequences(self, i: int) -> range:
         source = self.blend.sources[i]
@@ -263,11 +274,11 @@ class _BlendBuild:
         built = [num_samples_to_build(self.num_samples, share) for share in shares]
         self._log_coverage(kept, shares, built)
         datasets = [self._dataset(i, number) for i, number in zip(kept, built, strict=True)]
-        return self._blend(datasets, weights)
+        return self._blend(datasets, weights, self.num_samples)
 
-    def _blend(self, datasets: Sequence[Dataset], weights: Sequence[float]) -> Dataset:
+    def _blend(self, datasets: Sequence[Dataset], weights: Sequence[float], num_samples: int) -> Dataset:
         prefix, name = self.blend.sources[0].prefix, self.blend.name or self.split
-        return BlendedDataset(datasets, weights, self.num_samples, self.options.cache, prefix, name)
+        return BlendedDataset(datasets, weights, num_samples, self.options.cache, prefix, name)
 
     def _blend_by_size(self, kept: list[int]) -> Dataset:
         """Weight each dataset by its size. Datasets only repeat if all of them together are too small."""
@@ -277,13 +288,15 @@ class _BlendBuild:
                 len(kept),
                 self.options.blend_by,
             )
-        if self.options.blend_by == "documents":
+        if self.options.blend_by == "documents" and not self._is_whole:
             return self._blend_by_weight(kept, [len(self._sequences(i)) for i in kept])
         one_epoch = [self._dataset(i, None) for i in kept]
         weights = [len(dataset) for dataset in one_epoch]
+        if self._is_whole:
+            return self._blend(one_epoch, weights, sum(weights))
         if self.num_samples <= sum(weights):
             self._log_coverage(kept, normalized(weights), [None] * len(kept))
-            return self._blend(one_epoch, weights)
+            return self._blend(one_epoch, weights, self.num_samples)
         return self._blend_by_weight(kept, weights)
 
     def _log_coverage(self, kept: list[int], shares: Sequence[float], built: Sequence[int | None]) -> None:

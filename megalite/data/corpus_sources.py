@@ -77,10 +77,35 @@ def find_sources(data: DataConfig) -> Sources:
         UserError: a file cannot be read, or its contents or a flag's value are malformed.
     """
     sources = _named_sources(data)
+    if data.multiple_validation_sets:
+        sources = {**sources, "valid": _one_for_each(sources["valid"], data.validation_set_names)}
     folder = data.aml_data_download_path
     if folder is None:
         return sources
     return {split: tuple(_in_folder(blend, folder) for blend in blends) for split, blends in sources.items()}
+
+
+def _one_for_each(blends: tuple[Blend, ...], names: Sequence[str]) -> tuple[Blend, ...]:
+    """Return a named blend for each corpus that a split is evaluated on.
+
+    Raises:
+        UserError: the corpora have weights of their own, or not each of them has one name.
+    """
+    flag = "--multiple-validation-sets"
+    for blend in blends:
+        if blend.weights is not None and blend.given_by == "--valid-data-path":
+            raise UserError(f"--valid-data-path has weights, which {flag} does not use: remove them")
+    corpora = [(source, blend.given_by) for blend in blends for source in blend.sources]
+    names = names or [os.path.basename(source.prefix) for source, _ in corpora]
+    if len(names) != len(corpora) or len(set(names)) < len(names) or any("/" in name for name in names):
+        raise UserError(
+            f"{flag} evaluates on {len(corpora)} corpora, and their names are {' '.join(names)}: pass "
+            f"--validation-set-names with {len(corpora)} different names without a slash"
+        )
+    return tuple(
+        Blend((source,), None, name, given_by)
+        for (source, given_by), name in zip(corpora, names, strict=True)
+    )
 
 
 def _in_folder(blend: Blend, folder: str) -> Blend:

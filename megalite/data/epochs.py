@@ -58,7 +58,7 @@ class Epochs:
 
 
 class OnePass:
-    """Samples of a dataset of arrays, each once; samples after the last one are zeros.
+    """Samples of a dataset, each once; after the last one come zeros, or the first sample if it is no array.
 
     Args:
         num_samples: number of samples, samples of zeros included.
@@ -71,10 +71,10 @@ class OnePass:
     def __len__(self) -> int:
         return self._num_samples
 
-    def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
+    def __getitem__(self, index: int) -> Any:
         is_empty = index >= len(self._dataset)
-        row: npt.NDArray[np.int64] = self._dataset[0 if is_empty else index]
-        return np.zeros_like(row) if is_empty else row
+        row = self._dataset[0 if is_empty else index]
+        return np.zeros_like(row) if is_empty and isinstance(row, np.ndarray) else row
 
     def verify_files(self) -> None:
         verify_files(self._dataset)

@@ -323,7 +323,7 @@ def evaluate_split(
     evaluator = Evaluator(run, [stage], build_pipeline([stage], config, topology))
     first = evaluator.first_sample(split, trained.iteration)
     for name, dataset in datasets.evaluated(split):
-        losses = evaluator(dataset, first)
+        losses = evaluator(dataset, first, num_samples=evaluator.num_samples(split, dataset))
         yield EvaluationResult(name or split, losses.pop(LM_LOSS), other_losses=losses)
 
 

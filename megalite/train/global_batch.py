@@ -11,6 +11,7 @@ from megalite.batch.layer_state import REAL_TOKEN, Terms, add_terms, later_real_
 from megalite.batch.microbatch import Microbatch
 from megalite.config import Config
 from megalite.data.batch_loader import BatchLoader
+from megalite.data.epochs import OnePass
 from megalite.data.gpt_dataset import Dataset
 from megalite.distributed.collectives import all_reduce
 from megalite.distributed.topology import Topology
@@ -215,12 +216,20 @@ class Evaluator:
         self.batches = GlobalBatches(run)
 
     def __call__(
-        self, dataset: Dataset, first_sample: int, before_batch: Callable[[], None] = lambda: None
+        self,
+        dataset: Dataset,
+        first_sample: int,
+        before_batch: Callable[[], None] = lambda: None,
+        *,
+        num_samples: int | None = None,
     ) -> dict[str, float]:
-        """Return the mean of each term of the loss over `num_batches` global batches, without dropout.
+        """Return the mean of each term of the loss over some samples, without dropout.
 
-        A term's mean is over all of its units in these batches, such as all tokens that have a loss. An error
+        A term's mean is over all of its units in these samples, such as all tokens that have a loss. An error
         that `before_batch` raises ends the evaluation.
+
+        Args:
+            num_samples: number of samples from the first one on; by default those of `num_batches`.
         """
         config, topology = self.run.config, self.run.topology
         names = self.chunks[0].loss_names
@@ -229,24 +238,27 @@ class Evaluator:
         masks = LossMasks()
         terms: Terms = {}  # of this rank, in all batches
         counts: Mapping[str, float | Tensor] = {}
+        end = first_sample + (num_samples or self.num_batches * self.global_batch_size)
         with BatchLoader(
-            dataset,
+            dataset if num_samples is None else OnePass(dataset, len(dataset)),
             config.training.micro_batch_size,
             topology,
             self.run.samples,
             num_later=config.model.mtp_num_layers,
         ) as loader:
-            for batch in range(self.num_batches):
+            for consumed in range(first_sample, end, self.global_batch_size):
                 before_batch()
-                consumed = first_sample + batch * self.global_batch_size
+                num_used = min(end - consumed, self.global_batch_size)
 
-                def read(index: int, consumed: int = consumed) -> Microbatch:
-                    return masks.counted(loader(consumed, index))
+                def read(index: int, consumed: int = consumed, num_used: int = num_used) -> Microbatch:
+                    microbatch = loader(consumed, index)
+                    is_partial = num_used < self.global_batch_size
+                    return masks.counted(microbatch.padded_from(end) if is_partial else microbatch)
 
                 load, numbers = self.batches.open(
                     read,
                     self.num_microbatches,
-                    self.global_batch_size,
+                    self.global_batch_size if config.data.masks_loss else num_used,  # as `masks` counts
                     config.model.seq_length,
                     counts_afterwards=config.data.masks_loss,
                 )
@@ -267,8 +279,12 @@ class Evaluator:
         Each evaluation on the validation split starts where the previous one ended. The test split starts at
         0, and so does every split that an evaluation reads at most once.
         """
-        if self.run.samples.are_whole_documents:
+        if self.run.samples.are_whole_documents or self.run.config.training.full_validation:
             return 0
         interval = self.run.config.training.eval_interval
         num_before = (iteration - 1) // interval if split == "valid" else 0
         return num_before * self.num_batches * self.global_batch_size
+
+    def num_samples(self, split: str, dataset: Dataset) -> int | None:
+        """Return the samples of an evaluation on a dataset with --full-validation; None for `num_batches`."""
+        return len(dataset) if split == "valid" and self.run.config.training.full_validation else None

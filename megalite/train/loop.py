@@ -194,7 +194,10 @@ class TrainingLoop:
         first_sample = trainer.evaluator.first_sample(split, progress.iteration)
         for name, dataset in trainer.datasets.evaluated(split):
             with trainer.timers("eval-time"):
-                losses = trainer.evaluate(dataset, first_sample, self.stop_conditions.raise_if_urgent)
+                num_samples = trainer.evaluator.num_samples(split, dataset)
+                losses = trainer.evaluate(
+                    dataset, first_sample, self.stop_conditions.raise_if_urgent, num_samples=num_samples
+                )
             yield ValidationMetrics(
                 progress.iteration,
                 progress.consumed_samples,

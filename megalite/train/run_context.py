@@ -233,7 +233,8 @@ def build_data(run: RunContext, splits: Collection[str] = SPLIT_NAMES) -> Datase
         with topology.agreed():
             cache = IndexCache(config.data.data_cache_path)
             batch_size = config.global_batch(topology.sample_ranks.size)
-            options = BuildOptions(run.samples, config.data.blend_by, cache, batch_size)
+            full_validation = config.training.full_validation
+            options = BuildOptions(run.samples, config.data.blend_by, cache, batch_size, full_validation)
             if record is not None:
                 datasets = build_from_corpora(run.sources, opened, num_samples, options)
                 datasets = _fill_in_middle(run, datasets)
@@ -266,7 +267,8 @@ def _build_own(run: RunContext, provider: DatasetProvider, num_samples: Sequence
                 raise UserError(
                     f"the {split} dataset is {kind_of(dataset)}: it needs the methods __len__ and __getitem__"
                 )
-            if len(dataset) < needed:
+            is_read_whole = split == "valid" and run.config.training.full_validation
+            if len(dataset) < (1 if is_read_whole else needed):
                 raise UserError(
                     f"the {split} dataset has {len(dataset)} samples, and the run reads {needed}: let "
                     f"Epochs(dataset, {needed}, seed) repeat it"

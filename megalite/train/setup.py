@@ -220,6 +220,8 @@ def _log_datasets(trainer: Trainer) -> None:
         if name == "train":
             used = f"the run trains on {num_trained:,}"
             unit = f"{num_iterations:,} iteration{'s'[: num_iterations != 1]}"
+        elif config.training.full_validation and name.startswith("valid"):
+            used, unit = "each evaluation uses all", "--full-validation"
         else:
             used = f"each evaluation uses {min(num_evaluated, num_samples):,}"
             unit = f"--eval-iters {eval_iters}"

@@ -138,10 +138,15 @@ class Trainer:
         return result
 
     def evaluate(
-        self, dataset: Dataset, first_sample: int, before_batch: Callable[[], None] = lambda: None
+        self,
+        dataset: Dataset,
+        first_sample: int,
+        before_batch: Callable[[], None] = lambda: None,
+        *,
+        num_samples: int | None = None,
     ) -> dict[str, float]:
-        """Return the mean of each loss over the global batches of an evaluation; see `Evaluator`."""
-        return self.evaluator(dataset, first_sample, before_batch)
+        """Return the mean of each loss over the samples of an evaluation; see `Evaluator`."""
+        return self.evaluator(dataset, first_sample, before_batch, num_samples=num_samples)
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:

@@ -395,6 +395,7 @@ CONFLICTS = (
         "rampup_batch_size",
         ", which contradicts it: remove one",
     ),
+    *_exclude("full_validation", "mock_data", ", whose random tokens never end: remove it"),
     *_exclude("seq_length_schedule", (_BERT, "sft"), ", whose samples it would cut: remove it"),
     # Data and checkpoints
     *(

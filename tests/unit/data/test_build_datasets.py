@@ -142,6 +142,22 @@ def test_weighted_groups_are_datasets_of_their_own(write_dataset: Any) -> None:
         assert [dataset[i].tolist() for i in range(12)] == [alone[i].tolist() for i in range(12)]
 
 
+def test_a_whole_validation_set_has_each_sample_once(write_dataset: Any) -> None:
+    a, b = write_dataset([481], "a"), write_dataset([241] * 2, "b", first=1000)
+    sources = find_sources(DataConfig(train_data_path=(a,), valid_data_path=(a, b)))
+    for blend_by in ("tokens", "documents"):
+        options = OPTIONS._replace(full_validation=True, blend_by=blend_by)
+        valid = build_from_sources(sources, (9, 5, 0), options).valid
+        assert valid is not None and len(valid) == 60 + 60
+        assert len({int(valid[i][0]) for i in range(120)}) == 120
+    with pytest.raises(UserError, match="2 corpora once, whatever their weights: pass --multiple-validation"):
+        build_from_sources(
+            find_sources(DataConfig(train_data_path=(a,), valid_data_path=("1", a, "2", b))),
+            (9, 5, 0),
+            OPTIONS._replace(full_validation=True),
+        )
+
+
 def test_blend_by_documents(write_dataset: Any, logged: pytest.LogCaptureFixture) -> None:
     """Corpora of the same tokens, in 8 and in 2 documents."""
     prefixes = (write_dataset([10] * 8, "many"), write_dataset([40] * 2, "few", first=1000))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,31 @@ def test_each_split_by_itself(tmp_path: Path) -> None:
     assert test == ()
     (tmp_path / "f.json").write_text(json.dumps({"train": ["a", "b", "c"], "valid": [2, "d", "1", "e"]}))
     assert find_sources(DataConfig(per_split_data_args_path=str(tmp_path / "f.json"))) == sources
+
+
+def test_each_corpus_is_a_validation_set_of_its_own() -> None:
+    """The blend is for training: evaluation reads the validation part of each corpus."""
+    data = DataConfig(
+        data_path=("0.3", "en/text", "0.7", "code"), split="8,1,1", multiple_validation_sets=True
+    )
+    sources = find_sources(data)
+    assert [blend.weights for blend in sources["train"]] == [(0.3, 0.7)] == [sources["test"][0].weights]
+    assert [(each.name, each.sources[0].prefix) for each in sources["valid"]] == [
+        ("text", "en/text"),
+        ("code", "code"),
+    ]
+    assert [source.sequences(10) for each in sources["valid"] for source in each.sources] == [range(8, 9)] * 2
+    own = replace(data, data_path=(), train_data_path=("a",), valid_data_path=("x/c", "y/c"))
+    names = [blend.name for blend in find_sources(replace(own, validation_set_names=("X", "Y")))["valid"]]
+    assert names == ["X", "Y"]
+    for wrong, message in (
+        (own, "and their names are c c: pass --validation-set-names with 2 different names"),
+        (replace(own, validation_set_names=("X",)), "evaluates on 2 corpora, and their names are X"),
+        (replace(own, validation_set_names=("X", "y/c")), "names are X y/c: pass .* without a slash"),
+        (replace(own, valid_data_path=("1", "a", "2", "b")), "--valid-data-path has weights, which"),
+    ):
+        with pytest.raises(UserError, match=message):
+            find_sources(wrong)
 
 
 def test_relative_prefixes_begin_in_the_folder_of_an_azure_job() -> None:
