@@ -324,7 +324,8 @@ def _reordered(description: Mapping[str, Any], config: Config, dp: int) -> Itera
     saved, settings = _mapping(description, "corpora"), _mapping(description, "settings")
     length = {name: settings[name] for name in ("train_iters", "train_samples") if name in settings}
     is_packed = config.data.sft or config.data.packs_documents
-    if not saved or not length or is_packed or config.model.architecture != "gpt":
+    is_stable = config.data.sample_order == "windows"
+    if not saved or not length or is_packed or is_stable or config.model.architecture != "gpt":
         return
     before = dataclasses.replace(config, training=dataclasses.replace(config.training, **length))
     numbers = _num_consumed(description), _num_samples(before, dp), _num_samples(config, dp)

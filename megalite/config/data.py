@@ -139,6 +139,10 @@ class DataConfig:
     """File with the argument of --test-weighted-split-paths, quotes included."""
     blend_by: Literal["tokens", "documents"] = option("tokens", **_CORPUS)
     """How to weight datasets that have no explicit weight: by tokens (in whole samples) or by documents."""
+    sample_order: Literal["megatron", "windows"] = option("megatron", only_with=_READS_CORPUS)
+    """Order of GPT samples. megatron: shuffled documents are joined and cut, and the samples of all epochs of
+    the run are shuffled together; windows: the corpus is cut as it lies, and each epoch is shuffled by
+    itself, so that a longer run reads the same samples first, and no index is built."""
     data_cache_path: str | None = option(
         None, on_resume=OnResume.FREE, only_with=_READS_CORPUS, differs_between_ranks=True, allowed=LOCAL_PATH
     )

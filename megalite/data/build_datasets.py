@@ -17,7 +17,7 @@ from megalite.data.samples import Samples
 from megalite.data.sharded_dataset import open_dataset
 from megalite.data.storage import CACHE_BYTES
 from megalite.utils.commands import command_name
-from megalite.utils.errors import UserError
+from megalite.utils.errors import UserError, few
 from megalite.utils.log import log
 
 
@@ -143,6 +143,12 @@ def build_from_corpora(
     for corpus in opened.values():
         options.samples.check(corpus)
     requested = dict(zip(SPLIT_NAMES, num_samples, strict=True))
+    if options.samples.are_windows and requested["train"]:
+        log.warning(
+            "samples are windows of %s as they lie, whose documents are neighbours in the corpus: shuffle "
+            "the documents before you preprocess them",
+            few([source.prefix for blend in sources["train"] for source in blend.sources]),
+        )
     _warn_of_overlap(sources, {split for split in SPLIT_NAMES if requested[split]})
     own: dict[str, Dataset | None] = dict.fromkeys(SPLIT_NAMES)
     named = []
@@ -309,7 +315,7 @@ class _BlendBuild:
                     self._num_tokens(i),
                     self.options.samples.seq_length,
                     self.num_samples * share,
-                    number,
+                    None if self.options.samples.are_windows else number,  # its epochs are shuffled apart
                 )
                 for i, share, number in zip(kept, shares, built, strict=True)
             ]

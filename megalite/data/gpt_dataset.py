@@ -257,6 +257,17 @@ def gather(dataset: Dataset, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.i
     return np.stack([dataset[i] for i in samples.tolist()])
 
 
+def small_split(
+    indexed: IndexedDataset, sequences: range, num_tokens: int, seq_length: int, split_name: str
+) -> UserError:
+    """Return the error about a split that holds fewer tokens than one sample."""
+    return UserError(
+        f"the {split_name} split of {indexed.prefix} holds {num_tokens} tokens in {len(sequences)} "
+        f"sequences, fewer than the {seq_length + 1} of one sample: use more text, a larger "
+        "share in --split, or a smaller --seq-length"
+    )
+
+
 class GPTDataset:
     """Samples of one split of one dataset.
 
@@ -291,11 +302,7 @@ class GPTDataset:
         lengths = indexed.sequence_lengths
         num_tokens = count_tokens(lengths, sequences)
         if num_tokens < seq_length + 1:
-            raise UserError(
-                f"the {split_name} split of {indexed.prefix} holds {num_tokens} tokens in {len(sequences)} "
-                f"sequences, fewer than the {seq_length + 1} of one sample: use more text, a larger "
-                "share in --split, or a smaller --seq-length"
-            )
+            raise small_split(indexed, sequences, num_tokens, seq_length, split_name)
         try:
             self.index = gpt_index(
                 *(lengths, sequences, num_samples, seq_length, seed),

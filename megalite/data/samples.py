@@ -20,6 +20,7 @@ from megalite.data.document_ends import DocumentEnds, check_ends
 from megalite.data.gpt_dataset import Dataset, GPTDataset, count_tokens, gather
 from megalite.data.index_cache import IndexCache
 from megalite.data.indexed_dataset import IndexedDataset
+from megalite.data.window_dataset import WindowDataset
 from megalite.utils.errors import UserError, kind_of
 
 
@@ -33,10 +34,13 @@ class Samples:
         are_whole_documents: whether a sample holds whole documents, and padding. Then an evaluation reads
             each sample of its split at most once: it begins at the first one, and samples after the last one
             are empty. A dataset logs by itself how much of its corpus is used.
+        are_windows: whether samples are windows of the corpus as it lies, in epochs that are shuffled apart
+            (--sample-order windows).
     """
 
     are_of_documents = False
     are_whole_documents = False
+    are_windows: bool = False
 
     if TYPE_CHECKING:  # at run time, it would stand in the way of a field of this name
 
@@ -106,6 +110,7 @@ class GPTSamples(Samples):
     seed: int
     vocab_size: int | None = None
     ends: DocumentEnds | None = None
+    are_windows: bool = False
 
     are_masked = False  # --eod-mask-loss counts tokens while the batch runs
 
@@ -124,8 +129,10 @@ class GPTSamples(Samples):
         num_samples: int | None,
         split_name: str,
         cache: IndexCache | None,
-    ) -> GPTDataset:
+    ) -> GPTDataset | WindowDataset:
         seq_length, seed, vocab_size = self.seq_length, self.seed, self.vocab_size
+        if self.are_windows:
+            return WindowDataset(corpus, sequences, num_samples, seq_length, seed, vocab_size, split_name)
         return GPTDataset(corpus, sequences, num_samples, seq_length, seed, vocab_size, split_name, cache)
 
     def mock(self, num_samples: int, split: int) -> Dataset:

@@ -77,7 +77,10 @@ def corpora_of(config: Config, dp: int) -> Corpora:
     sources = find_sources(config.data)
     num_samples = dict(zip(SPLIT_NAMES, num_samples_of(config, dp), strict=True))
     draws = [
-        _Draw(split, blend, num_samples[split], config.model.seq_length, config.data.blend_by)
+        _Draw(
+            *(split, blend, num_samples[split], config.model.seq_length, config.data.blend_by),
+            has_index=config.data.sample_order != "windows",
+        )
         for split in SPLIT_NAMES
         for blend in sources[split]
         if num_samples[split]
@@ -102,6 +105,7 @@ class _Draw:
     num_samples: int
     seq_length: int
     blend_by: str
+    has_index: bool
 
     @property
     def blend_bytes(self) -> int:
@@ -125,8 +129,11 @@ class _Draw:
             prefix = sources[i].prefix
             yield CorpusPart(
                 f"{self.split} {self.blend.name}".rstrip(),
-                Coverage.of(prefix, tokens[i], self.seq_length, self.num_samples * share, built),
-                index_bytes(ranges[i], plan_epochs(tokens[i], built, self.seq_length)),
+                Coverage.of(
+                    *(prefix, tokens[i], self.seq_length, self.num_samples * share),
+                    built if self.has_index else None,
+                ),
+                index_bytes(ranges[i], plan_epochs(tokens[i], built, self.seq_length)) * self.has_index,
             )
 
     def _weights(

@@ -146,7 +146,10 @@ def gpt_samples(config: Config, tokenizer: Tokenizer | None) -> GPTSamples | Pac
     if config.data.sft or config.data.packs_documents:
         return packed_samples(config)
     ends = document_ends(config, tokenizer)
-    return GPTSamples(config.model.seq_length, config.training.seed, config.model.vocab_size, ends)
+    are_windows = config.data.sample_order == "windows"
+    return GPTSamples(
+        config.model.seq_length, config.training.seed, config.model.vocab_size, ends, are_windows
+    )
 
 
 def packed_samples(config: Config) -> PackedSamples:

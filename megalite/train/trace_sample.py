@@ -15,6 +15,7 @@ from megalite.data.epochs import Epochs
 from megalite.data.fill_in_middle import FillInMiddleDataset
 from megalite.data.gpt_dataset import Dataset, GPTDataset
 from megalite.data.packed_dataset import PackedDataset
+from megalite.data.window_dataset import WindowDataset
 from megalite.distributed.rendezvous import Launch
 from megalite.distributed.topology import Topology
 from megalite.train.run_context import build_data, resolve_run
@@ -114,6 +115,12 @@ def sample_spans(dataset: Dataset, index: int) -> list[SampleSpan]:
         return sample_spans(dataset.datasets[number], int(dataset.dataset_sample_index[index]))
     if isinstance(dataset, GPTDataset):
         return _gpt_spans(dataset, index)
+    if isinstance(dataset, WindowDataset):
+        indexed = dataset.indexed
+        return [
+            SampleSpan(indexed.prefix, indexed.document_of(sequence), sequence, offset, tokens)
+            for sequence, offset, tokens in dataset.spans(index)
+        ]
     if isinstance(dataset, BertDataset):
         return _bert_spans(dataset, index)
     if isinstance(dataset, Epochs):

@@ -61,6 +61,7 @@ _FULL_ATTENTION = (
 _TENSORWISE = Setting("fp8_recipe", ("tensorwise",))
 _OFFLOADS = ("optimizer_cpu_offload", "optimizer_nvme_offload")
 _PACKS = Setting("document_packing", ("best_fit",))
+_WINDOWS = Setting("sample_order", ("windows",))
 
 CONFLICTS = (
     # The layout
@@ -409,6 +410,7 @@ CONFLICTS = (
     ),
     *_exclude(DOCUMENT_OPTIONS, "sft", ", which separates conversations by itself: remove it"),
     *_exclude(DOCUMENT_OPTIONS, _PACKS, ", which separates documents by itself: remove it"),
+    *_exclude(_WINDOWS, ("sft", _PACKS, _BERT), ", whose samples are no windows of a corpus: remove one"),
     *_exclude("fim_rate", ("sft", _PACKS), ": it rearranges text; remove --fim-rate"),
     *_exclude("sft", _PACKS, ": --sft packs conversations by itself; remove --document-packing"),
     *_exclude(

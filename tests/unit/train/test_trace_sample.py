@@ -12,12 +12,14 @@ from tokenizers.models import WordLevel
 
 from megalite.cli.where import main
 from megalite.data.batch_loader import microbatch_samples
-from megalite.data.build_datasets import num_samples_per_split
+from megalite.data.build_datasets import BuildOptions, num_samples_per_split
+from megalite.data.corpus_sources import sources_of_one_blend
 from megalite.data.indexed_dataset import IndexedDataset, IndexedWriter
+from megalite.data.samples import GPTSamples
 from megalite.frontends.command_line import parse
 from megalite.train.trace_sample import trace_iteration
 from megalite.utils.errors import UserError
-from tests.corpora import build_datasets
+from tests.corpora import build_from_sources
 
 SEQ_LENGTH, BATCH, ITERATIONS = 8, 4, 6
 FLAGS = (
@@ -56,14 +58,18 @@ def flags_of(data_path: Sequence[str], *more: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("blend", [False, True])
-@pytest.mark.parametrize("dp", [1, 2, 4])
-def test_origins_join_to_the_samples_of_the_run(corpora: list[str], blend: bool, dp: int) -> None:
+@pytest.mark.parametrize(
+    ("blend", "order", "dp"),
+    [(blend, "megatron", dp) for blend in (False, True) for dp in (1, 2, 4)] + [(True, "windows", 2)],
+)
+def test_origins_join_to_the_samples_of_the_run(corpora: list[str], blend: bool, order: str, dp: int) -> None:
     data_path = ["0.3", corpora[0], "0.7", corpora[1]] if blend else corpora[:1]
     num_samples = num_samples_per_split(0, ITERATIONS, 4, 1, BATCH)
-    train = build_datasets(data_path, "90,10,0", SEQ_LENGTH, num_samples, seed=1234).train
+    options = BuildOptions(GPTSamples(SEQ_LENGTH, 1234, are_windows=order == "windows"))
+    train = build_from_sources(sources_of_one_blend(data_path, "90,10,0"), num_samples, options).train
     assert train is not None
-    config, _ = parse(flags_of(data_path, "--global-batch-size", str(BATCH), "--dp", str(dp)))
+    flags = flags_of(data_path, "--global-batch-size", str(BATCH), "--dp", str(dp), "--sample-order", order)
+    config, _ = parse(flags)
     for iteration in (1, 5):
         traced = list(trace_iteration(config, iteration))
         taken = {

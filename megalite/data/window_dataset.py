@@ -1,0 +1,161 @@
+"""Cut GPT samples from a corpus as it lies, in the order of a keyed permutation that is computed, not stored.
+
+Shapes: S tokens of a sample's input, b samples of a microbatch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megalite.data.gpt_dataset import count_tokens, small_split
+from megalite.data.indexed_dataset import IndexedDataset
+from megalite.data.storage import FilesInUse
+
+NUM_ROUNDS = 8
+
+U64 = np.uint64
+
+
+def round_keys(*key: object) -> list[np.uint64]:
+    """Return the keys of the rounds of `permute`, uint64: the SHA-512 of the key's text."""
+    digest = hashlib.sha512("/".join(map(str, key)).encode()).digest()
+    return list(np.frombuffer(digest, "<u8", NUM_ROUNDS))
+
+
+def permute(numbers: npt.NDArray[np.int64], size: int, keys: list[np.uint64]) -> npt.NDArray[np.int64]:
+    """Return the images of numbers below `size` under the permutation of [0, size) with these keys.
+
+    It is a Feistel network on the bits of size - 1: its rounds change the lower and the upper half in turn,
+    each by a hash of the other half (MurmurHash3's 64-bit finalizer). A result that is not below `size` is
+    permuted again until it is (cycle walking; Black and Rogaway 2002, "Ciphers with Arbitrary Finite
+    Domains"): less than twice on average, because `size` is more than half of the values of its bits.
+
+    Args:
+        keys: of the rounds; see `round_keys`.
+    """
+    bits = max(2, (size - 1).bit_length())
+    low_bits = U64(bits // 2)
+    low_mask, high_mask = (U64(1) << low_bits) - U64(1), (U64(1) << U64(bits - bits // 2)) - U64(1)
+    values = numbers.astype(U64)
+    walking = np.arange(len(values))
+    while len(walking):
+        low, high = values[walking] & low_mask, values[walking] >> low_bits
+        for i, key in enumerate(keys):
+            if i % 2:
+                high ^= _hash(low + key) & high_mask
+            else:
+                low ^= _hash(high + key) & low_mask
+        values[walking] = high << low_bits | low
+        walking = walking[values[walking] >= size]
+    return values.astype(np.int64)
+
+
+def _hash(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    values = (values ^ values >> U64(33)) * U64(0xFF51AFD7ED558CCD)
+    values = (values ^ values >> U64(33)) * U64(0xC4CEB9FE1A85EC53)
+    return values ^ values >> U64(33)
+
+
+class WindowDataset:
+    """Endless samples of one split of a corpus: in each epoch every window once, in another order.
+
+    Window w holds the tokens [wS, wS + S] of the split. Up to S tokens at its end are in no window. The order
+    depends on the seed, on the split's place and size in the corpus, and on the epoch, but not on the length
+    of the run: a longer run reads the same samples first.
+
+    Args:
+        num_samples: number of samples, from as many epochs as needed; None for one epoch.
+        vocab_size: if set, reading a sample with a token id beyond it raises.
+
+    Attributes:
+        indexed: the corpus.
+        num_windows: number of samples of an epoch.
+
+    Raises:
+        UserError: the sequences hold fewer tokens than one sample.
+    """
+
+    def __init__(
+        self,
+        indexed: IndexedDataset,
+        sequences: range,
+        num_samples: int | None,
+        seq_length: int,
+        seed: int,
+        vocab_size: int | None = None,
+        split_name: str = "train",
+    ) -> None:
+        num_tokens = count_tokens(indexed.sequence_lengths, sequences)
+        if num_tokens < seq_length + 1:
+            raise small_split(indexed, sequences, num_tokens, seq_length, split_name)
+        self.indexed = indexed
+        self.num_windows = (num_tokens - 1) // seq_length
+        self._first_token = int(indexed.sequence_offsets[sequences.start]) // indexed.dtype.itemsize
+        self._num_samples = self.num_windows if num_samples is None else num_samples
+        self._seq_length = seq_length
+        self._vocab_size = vocab_size
+        self._key = (seed, self._first_token, num_tokens, len(sequences))
+        self._files = FilesInUse(indexed.files)
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
+        """Return the index-th sample; see `gather`."""
+        return self.gather(np.array([index], np.int64))[0]
+
+    def windows(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the windows of the samples with these numbers, int64 [b].
+
+        Raises:
+            IndexError: there is no such sample.
+        """
+        if len(outside := samples[(samples < 0) | (samples >= len(self))]):
+            raise IndexError(f"sample {outside[0]} of a dataset of {len(self)}")
+        epochs, positions = np.divmod(samples, self.num_windows)
+        result = np.empty_like(positions)
+        for epoch in np.unique(epochs).tolist():
+            rows = epochs == epoch
+            result[rows] = permute(positions[rows], self.num_windows, round_keys(*self._key, epoch))
+        return result
+
+    def gather(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the samples with these numbers, int64 [b, S + 1].
+
+        Raises:
+            UserError: a token id is outside the vocabulary, or a file was changed since it was opened.
+            IndexError: there is no such sample.
+        """
+        begins = (self._first_token + self.windows(samples) * self._seq_length).tolist()
+        text = np.stack([self.indexed.read_tokens(at, at + self._seq_length + 1) for at in begins])
+        self._files.check()
+        if self._vocab_size is not None and (int(text.min()) < 0 or int(text.max()) >= self._vocab_size):
+            for begin in begins:
+                for sequence, _, tokens in self._spans_from(begin):
+                    self.indexed.check_vocabulary(sequence, tokens, self._vocab_size)
+        return text.astype(np.int64)
+
+    def spans(self, index: int) -> list[tuple[int, int, npt.NDArray[Any]]]:
+        """Return the sequences that a sample reads, each with its first token's position and the tokens."""
+        (window,) = self.windows(np.array([index], np.int64)).tolist()
+        return self._spans_from(self._first_token + window * self._seq_length)
+
+    def _spans_from(self, begin: int) -> list[tuple[int, int, npt.NDArray[Any]]]:
+        end, itemsize = begin + self._seq_length + 1, self.indexed.dtype.itemsize
+        offsets = self.indexed.sequence_offsets
+        first = int(np.searchsorted(offsets, begin * itemsize, side="right")) - 1  # skips empty sequences
+        last = int(np.searchsorted(offsets, end * itemsize, side="left"))
+        spans = []
+        for sequence in range(first, last):
+            start = int(offsets[sequence]) // itemsize
+            stop = min(end, start + int(self.indexed.sequence_lengths[sequence]))
+            if (at := max(begin, start)) < stop:
+                spans.append((sequence, at - start, self.indexed.read_tokens(at, stop)))
+        return spans
+
+    def verify_files(self) -> None:
+        self._files.verify()
