@@ -125,12 +125,6 @@ class IndexedDataset:
         for first in range(0, self.num_tokens, _BLOCK):
             yield self.read_tokens(first, min(first + _BLOCK, self.num_tokens))
 
-    def read_tokens(self, begin: int, end: int) -> npt.NDArray[Any]:
-        """Return the tokens [begin, end) of the .bin, across sequences; then call `check_files`."""
-        itemsize = self.dtype.itemsize
-        self._bin.fetch(begin * itemsize, end * itemsize)
-        return self._tokens[begin:end].copy()
-
     @property
     def files(self) -> tuple[MappedBytes, ...]:
         """Return the .bin and the .idx."""
