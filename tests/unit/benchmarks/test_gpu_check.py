@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -72,12 +73,14 @@ def programs(**scripts: str) -> tuple[Stage, Command]:
     def command(check: Check, context: CheckContext, file: Path) -> Sequence[str]:
         return [sys.executable, "-c", REPORT + scripts[check.name], str(file)]
 
-    checks = [Check(name, "none.none", 20.0) for name in scripts]
+    checks = [Check(name, "none.none", 200.0) for name in scripts]
     builds = [check for check in checks if check.name == "build"]
     return Stage(3, "of programs", [check for check in checks if check not in builds], builds), command
 
 
-def run_stage(stage: Stage, out: Path, command: Command, limit: float = 60.0, **options: Any) -> list[Result]:
+def run_stage(
+    stage: Stage, out: Path, command: Command, limit: float = 300.0, **options: Any
+) -> list[Result]:
     return StageRunner(out, "cpu", "a machine", True, command=command, **options).run(stage, limit)
 
 
@@ -290,11 +293,15 @@ def test_names_of_checks_are_unique() -> None:
 
 def test_a_check_runs_in_a_process_and_reports_its_exception(tmp_path: Path) -> None:
     """A check on a device that is none fails in torch, with the line of the check."""
-    stage = Stage(1, "", [check for check in STAGES[0].checks if check.name in ("kernels", "copy")])
-    results = StageRunner(tmp_path, "nonsense", "a machine", True).run(stage)
-    kernels, copy = results
-    assert kernels.verdict == "failed" and kernels.expected == "compiled"
+    (check,) = (check for check in STAGES[0].checks if check.name == "copy")
+    stage = Stage(1, "", [replace(check, seconds=300.0)])  # torch's import takes long on a busy machine
+    (copy,) = StageRunner(tmp_path, "nonsense", "a machine", True).run(stage)
     assert copy.verdict == "failed" and "RuntimeError" in copy.detail and "nonsense" in copy.detail
+
+
+def test_a_device_without_compiled_kernels_fails(tmp_path: Path) -> None:
+    (kernels,) = installation.kernels(CheckContext("nonsense", True, tmp_path))
+    assert kernels.verdict == "failed" and kernels.expected == "compiled"
 
 
 def test_verdicts() -> None:

@@ -48,10 +48,13 @@ TWO = {0: "0-1,4-5", 1: "2-3,6,7", 2: ""}
 """Two nodes with cores, and one with memory alone."""
 
 
-def test_a_rank_is_bound_to_the_cores_of_its_gpu(tmp_path: Path, bound: list[set[int]]) -> None:
+def test_a_rank_is_bound_to_the_cores_of_its_gpu(
+    tmp_path: Path, bound: list[set[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "listdir", lambda folder: {"/proc/self/task": ["7", "8", "9"]}[folder])
     found = cpu.bind_to_gpu(DEVICE, machine(tmp_path, TWO, "1"))
     assert found == f"the 4 cores of NUMA node 1, which has the GPU at {ADDRESS}"
-    assert bound == [{2, 3, 6, 7}] * len(os.listdir("/proc/self/task"))
+    assert bound == [{2, 3, 6, 7}] * 3
 
 
 @pytest.mark.parametrize(
