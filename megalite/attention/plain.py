@@ -26,8 +26,8 @@ from megalite.attention.kernels import BlockKernel
 from megalite.config import ModelConfig
 from megalite.kernels import CausalSoftmax
 from megalite.kernels.dropout import dropout
-from megalite.kernels.flash_attention import Operands, define_attention, empty_results, operands
-from megalite.kernels.packed_heads import empty_gradients, gradients_of
+from megalite.kernels.flash_attention import Operands, define_attention, operands
+from megalite.kernels.packed_heads import empty_gradients, empty_results, gradients_of
 from megalite.tensor_parallel.parameter_spec import LayerContext
 
 _MIN_QUERIES = 32  # per block; with fewer, the calls cost more than they save

@@ -18,7 +18,7 @@ from torch import Tensor
 from megalite.kernels.dropout import keep_threshold
 from megalite.kernels.dropout_add import key_from_tensor, key_tensor
 from megalite.kernels.library import NAMESPACE, define
-from megalite.kernels.packed_heads import empty_gradients, gradients_of, like_sequence
+from megalite.kernels.packed_heads import empty_gradients, empty_results, gradients_of
 from megalite.kernels.softmax import (
     CausalSoftmax,
     Drop,
@@ -96,17 +96,6 @@ def operands(softmax: CausalSoftmax, first: int, first_key: int = 0) -> Operands
         p, key, samples, base, tensor = drop
         site = samples.contiguous(), key_tensor(key) if tensor is None else tensor, scale, p, base
     return Operands(slopes, starts, ends, *site, cap, first, first_key, s, visible.window)
-
-
-def empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Allocate the output, and one number per query in at least fp32, for queries ``[b, n, m, d]``.
-
-    Args:
-        v: values; the output has the size of their heads.
-    """
-    return like_sequence(q, v.shape[3]), q.new_empty(
-        q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32)
-    )
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Queries, keys and values as slices of one tensor, in the layout of their linear layer's output.
+"""Queries, keys and values as slices of one tensor, and results of attention, as linear layers lay them out.
 
 The kernels of attention write the three gradients into such a tensor, so that nothing concatenates them.
 
@@ -61,6 +61,17 @@ def like_sequence(x: Tensor, size: int | None = None) -> Tensor:
     """
     b, n, s, d = x.shape
     return x.new_empty((s, b, n, size or d)).permute(1, 2, 0, 3)
+
+
+def empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Allocate the output, and one number per query in at least fp32, for queries ``[b, n, m, d]``.
+
+    Args:
+        v: values; the output has the size of their heads.
+    """
+    return like_sequence(q, v.shape[3]), q.new_empty(
+        q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32)
+    )
 
 
 def empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
