@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <limits>
@@ -20,10 +21,12 @@
 // Compiled without fused multiply-subtract: it would round once instead of twice, and break ties differently.
 class BlendOrder {
  public:
-  // Takes at least one weight. Weights are finite and not negative.
-  explicit BlendOrder(const std::vector<double>& weights)
+  // Takes at least one weight. Weights are finite and not negative. `owed` is how far each dataset is behind its share
+  // before the first sample, of a blend that continues another one.
+  BlendOrder(const std::vector<double>& weights, const std::vector<double>& owed)
       : weights_(weights),
-        taken_(weights.size(), 0.0),
+        owed_(owed),
+        taken_(negative(owed)),
         near_weights_(weights.size()),
         near_taken_(weights.size()),
         near_(weights.size()),
@@ -47,6 +50,11 @@ class BlendOrder {
   static constexpr std::size_t kFew = 16, kMany = 256;  // datasets; for few, checking all is faster than skipping
   static constexpr std::int64_t kShortBlock = 16, kLongBlock = 32, kWholeBlock = 1 << 16;
   static constexpr double kMinSlack = 1e-3;
+
+  static std::vector<double> negative(std::vector<double> values) {
+    for (double& value : values) value = 0.0 - value;
+    return values;
+  }
 
   static double position(std::int64_t i) { return static_cast<double>(std::max<std::int64_t>(i, 1)); }
 
@@ -93,7 +101,7 @@ class BlendOrder {
       }
       lowest = std::min(lowest, largest);
       datasets[i] = static_cast<std::int16_t>(near_[furthest]);
-      samples[i] = static_cast<std::int64_t>(taken[furthest]);
+      samples[i] = std::llround(taken[furthest] + owed_[near_[furthest]]);
       taken[furthest] += 1.0;
     }
     slack_ = std::max(slack_ * 0.9, kMinSlack);
@@ -101,7 +109,8 @@ class BlendOrder {
     return i;
   }
 
-  std::vector<double> weights_, taken_;  // whole numbers below 2**53, exact in a double
+  std::vector<double> weights_, owed_;
+  std::vector<double> taken_;  // samples taken, less those owed; whole numbers below 2**53 are exact in a double
   std::vector<double> near_weights_, near_taken_;
   std::vector<std::uint16_t> near_;
   std::vector<std::uint8_t> reaches_;

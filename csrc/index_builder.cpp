@@ -68,10 +68,13 @@ py::array build_sample_index(const py::array& sequence_lengths, const py::array&
 }
 
 std::pair<py::array, py::array> build_blend_index(const std::vector<double>& weights, std::int64_t num_samples,
-                                                  Progress* progress) {
+                                                  Progress* progress, std::vector<double> owed) {
   if (weights.empty() || weights.size() > 32767) throw std::invalid_argument("a blend takes 1 to 32767 datasets");
   for (const double weight : weights)
     if (!std::isfinite(weight) || weight < 0) throw std::invalid_argument("a weight must be finite and not negative");
+  if (owed.empty()) owed.resize(weights.size());
+  if (owed.size() != weights.size() || !std::all_of(owed.begin(), owed.end(), [](double x) { return std::isfinite(x); }))
+    throw std::invalid_argument("owed must have a finite number for each weight");
   if (num_samples < 0 || num_samples > kMaxSamples) throw std::invalid_argument("num_samples is out of range");
   py::array_t<std::int16_t> datasets = new_array<std::int16_t>({num_samples});
   py::array_t<std::int64_t> samples = new_array<std::int64_t>({num_samples});
@@ -79,7 +82,7 @@ std::pair<py::array, py::array> build_blend_index(const std::vector<double>& wei
   std::int64_t* sample_data = samples.mutable_data();
   {
     py::gil_scoped_release release;
-    BlendOrder(weights).fill(num_samples, dataset_data, sample_data, progress);
+    BlendOrder(weights, owed).fill(num_samples, dataset_data, sample_data, progress);
   }
   return {std::move(datasets), std::move(samples)};
 }
@@ -209,8 +212,9 @@ PYBIND11_MODULE(_index_builder, module) {
              "Rows (first sentence, sentence after the last, tokens at most) of shuffled samples, [n, 3], at least "
              "num_samples from whole epochs, or those of one if that is negative; counts documents.");
   module.def("build_blend_index", &build_blend_index, py::arg("weights"), py::arg("num_samples"),
-             py::arg("progress") = py::none(),
-             "For each sample of a blend its dataset (int16) and its number in that dataset (int64); counts samples.");
+             py::arg("progress") = py::none(), py::arg("owed") = std::vector<double>(),
+             "For each sample of a blend its dataset (int16) and its number in that dataset (int64); counts samples. "
+             "owed: how many samples each dataset is behind its share at the start.");
   module.def("gather_samples", &gather_samples, py::arg("tokens"), py::arg("sequence_offsets"),
              py::arg("sequence_lengths"), py::arg("document_index"), py::arg("sample_index"), py::arg("rows"),
              py::arg("out").noconvert(),

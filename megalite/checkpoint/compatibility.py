@@ -295,7 +295,7 @@ def _compare_data(
     saved = _mapping(description, "corpora")
     knows_both = bool(saved) and here["corpora"] is not None
     if knows_both:
-        trained, evaluated = data_differences(saved, here["corpora"])
+        trained, evaluated = data_differences(saved, here["corpora"], _num_consumed(description))
         changed += trained
         if evaluated:
             yield f"evaluation reads other data than the checkpoint's run: {', '.join(evaluated)}"
@@ -324,8 +324,13 @@ def _reordered(description: Mapping[str, Any], config: Config, dp: int) -> Itera
     saved, settings = _mapping(description, "corpora"), _mapping(description, "settings")
     length = {name: settings[name] for name in ("train_iters", "train_samples") if name in settings}
     is_packed = config.data.sft or config.data.packs_documents
-    is_stable = config.data.sample_order == "windows"
-    if not saved or not length or is_packed or is_stable or config.model.architecture != "gpt":
+    if (
+        not saved
+        or not length
+        or is_packed
+        or config.data.reads_windows
+        or config.model.architecture != "gpt"
+    ):
         return
     before = dataclasses.replace(config, training=dataclasses.replace(config.training, **length))
     numbers = _num_consumed(description), _num_samples(before, dp), _num_samples(config, dp)

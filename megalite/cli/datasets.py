@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from megalite.data import dataset_merge
-from megalite.data.indexed_dataset import IndexedDataset
+from megalite.data.corpus_sources import CorpusSource, split_bounds
+from megalite.data.gpt_dataset import count_tokens
+from megalite.data.indexed_dataset import IndexedDataset, sequence_lengths
 from megalite.data.inspect_dataset import (
     DatasetSummary,
     answers_and_others,
@@ -20,6 +22,8 @@ from megalite.data.inspect_dataset import (
     summarize,
 )
 from megalite.data.loss_mask import LossMask, has_loss_mask
+from megalite.data.mixture import MixtureOrder, MixturePlan, num_samples_until
+from megalite.data.phases import parse_until, read_phases
 from megalite.data.sharded_dataset import list_path, open_dataset
 from megalite.data.tokenizers.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
 from megalite.data.tokenizers.train_tokenizer import (
@@ -28,7 +32,7 @@ from megalite.data.tokenizers.train_tokenizer import (
     read_texts,
     write_tokenizer,
 )
-from megalite.frontends.tool_parser import ToolParser, local_path
+from megalite.frontends.tool_parser import ToolParser, local_path, positive_int
 from megalite.utils.errors import UserError
 
 
@@ -59,6 +63,72 @@ def merge_datasets(arguments: Sequence[str]) -> None:
         f"wrote {flags.output_prefix}.bin and .idx: {merged.num_documents:,} documents and "
         f"{merged.num_tokens:,} tokens of {len(merged.prefixes)} datasets"
     )
+
+
+def data_plan(arguments: Sequence[str]) -> None:
+    """Show the epochs of each source in each phase of a mixture that changes, and where a source runs out.
+
+    megalite data-plan phases.yaml --tokens 3T --seq-length 8192
+
+    It reads the .idx files of the sources, and orders the samples as a run with these --data-phases does.
+    """
+    parser = ToolParser(description=data_plan.__doc__)
+    add = parser.add_argument
+    add("phases", type=local_path, metavar="FILE", help="the file of --data-phases")
+    add("--tokens", required=True, metavar="N", help="length of the run, as in 3T, or `5000 samples`")
+    add("--seq-length", type=positive_int, required=True, metavar="S", help="tokens of a sample")
+    add("--global-batch-size", type=positive_int, metavar="B", help="for phases that end with an iteration")
+    add("--split", default="969,30,1", help="the run's --split (%(default)s)")
+    flags = parser.parse_args(arguments)
+    data = read_phases(flags.phases)
+    length = parse_until("--tokens", flags.tokens)
+    if length is None:
+        raise UserError("--tokens end is no length: pass a number, as in 3T")
+
+    def consumed_after(iterations: int) -> int:
+        if flags.global_batch_size is None:
+            raise UserError("a phase ends with an iteration: pass the run's --global-batch-size")
+        return iterations * int(flags.global_batch_size)
+
+    num_tokens = []
+    for source in data.sources:
+        lengths = sequence_lengths(source.path)
+        if lengths is None:
+            raise UserError(f"{source.path}.idx of source {source.name} is not on this machine: copy it")
+        sequences = CorpusSource(source.path, *split_bounds(flags.split)["train"]).sequences(len(lengths))
+        num_tokens.append(count_tokens(lengths, sequences))
+        if num_tokens[-1] <= flags.seq_length:
+            raise UserError(
+                f"source {source.name} has {num_tokens[-1]} tokens to train on, less than a sample"
+            )
+    num_samples = num_samples_until(length, flags.seq_length, consumed_after)
+    sizes = [(number - 1) // flags.seq_length for number in num_tokens]
+    plan = MixturePlan.of(data, sizes, num_samples, flags.seq_length, consumed_after)
+    order, ran_out = MixtureOrder(plan), None
+    try:
+        for _ in order.blocks(num_samples):
+            pass
+    except UserError as error:  # show the phases up to there
+        ran_out = error
+    print("\n".join(_mixture_table(plan, order.drawn, num_tokens)))
+    for name, at in zip(plan.names, order.exhausted.tolist(), strict=True):
+        if at >= 0:
+            tokens = at * flags.seq_length
+            print(f"{name} runs out at sample {at:,} (token {tokens:,}), in phase {plan.phase_of(at) + 1}")
+    if ran_out is not None:
+        raise ran_out
+
+
+def _mixture_table(
+    plan: MixturePlan, drawn: npt.NDArray[np.int64], num_tokens: Sequence[int]
+) -> Iterator[str]:
+    """Yield a row of epochs for each source: a column for each phase, and their sum."""
+    numbers = range(1, len(plan.phases) + 1)
+    yield f"{'epochs of':16}{'tokens':>20}" + "".join(f"  phase {i:<3}" for i in numbers) + "     all"
+    for d, (name, size) in enumerate(zip(plan.names, plan.sizes, strict=True)):
+        epochs = [*(drawn[:, d] / size), drawn[:, d].sum() / size]
+        yield f"{name:16}{num_tokens[d]:>20,}" + "".join(f"{value:>11.3f}" for value in epochs)
+    yield f"{'samples':16}{'':20}" + "".join(f"{n:>11,}" for n in [*drawn.sum(1).tolist(), int(drawn.sum())])
 
 
 def _inspection_parser() -> ToolParser:

@@ -38,7 +38,7 @@ def main(arguments: Sequence[str]) -> None:
 
 def _heading(sample: TracedSample) -> str:
     rank = "" if sample.dp_rank is None else f" (dp rank {sample.dp_rank}, microbatch {sample.microbatch})"
-    return f"sample {sample.number}{rank}"
+    return f"sample {sample.number}{rank}{f': {sample.source}' if sample.source else ''}"
 
 
 def _position(span: SampleSpan) -> str:

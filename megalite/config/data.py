@@ -53,6 +53,7 @@ CORPUS_FIELDS = (
     "valid_data_path",
     "test_data_path",
     "per_split_data_args_path",
+    "data_phases",
     *WEIGHTED_SPLIT_FIELDS,
 )
 """Every field that names corpora."""
@@ -86,6 +87,7 @@ _SPLIT = Range(
 DOCUMENT_OPTIONS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
 """Options that act at the end of a document."""
 _READS_CORPUS = Setting("mock_data", (False,), "--mock-data does not read a corpus")
+_NO_PHASES = Setting("data_phases", (None,), "--data-phases always reads windows")
 _CORPUS: dict[str, Any] = {"on_resume": OnResume.CORPUS, "only_with": _READS_CORPUS}
 _OWN_SETS = Setting(
     "valid_weighted_split_paths", ((),), "--valid-weighted-split-paths names validation sets of its own"
@@ -125,6 +127,9 @@ class DataConfig:
         (), on_resume=OnResume.LOGGED, only_with="multiple_validation_sets"
     )
     """Names of these validation sets, in the order of the corpora. By default the names of their files."""
+    data_phases: str | None = option(None, **_CORPUS, allowed=LOCAL_PATH)
+    """YAML file of a mixture that changes during training: its sources and phases. Each source is read in
+    windows (--sample-order), and evaluated by its name."""
     train_weighted_split_paths: tuple[str, ...] = option((), **_CORPUS)
     """Blend to train on, quoted: "NAME: WEIGHT BEGIN:END PREFIX, ...". BEGIN:END is a part of 0:1."""
     train_weighted_split_paths_path: str | None = option(None, **_CORPUS, allowed=LOCAL_PATH)
@@ -139,7 +144,7 @@ class DataConfig:
     """File with the argument of --test-weighted-split-paths, quotes included."""
     blend_by: Literal["tokens", "documents"] = option("tokens", **_CORPUS)
     """How to weight datasets that have no explicit weight: by tokens (in whole samples) or by documents."""
-    sample_order: Literal["megatron", "windows"] = option("megatron", only_with=_READS_CORPUS)
+    sample_order: Literal["megatron", "windows"] = option("megatron", only_with=(_READS_CORPUS, _NO_PHASES))
     """Order of GPT samples. megatron: shuffled documents are joined and cut, and the samples of all epochs of
     the run are shuffled together; windows: the corpus is cut as it lies, and each epoch is shuffled by
     itself, so that a longer run reads the same samples first, and no index is built."""
@@ -218,6 +223,11 @@ class DataConfig:
         return self.document_packing == "best_fit"
 
     @property
+    def reads_windows(self) -> bool:
+        """Return whether samples are windows of the corpus, in epochs that are shuffled apart."""
+        return self.sample_order == "windows" or self.data_phases is not None
+
+    @property
     def masks_loss(self) -> bool:
         """Return whether tokens have no loss, which are counted while a batch runs."""
         return self.eod_mask_loss or self.sft or self.packs_documents
@@ -234,6 +244,7 @@ class DataConfig:
             ("data_args_path",),
             ("train_data_path", "valid_data_path", "test_data_path"),
             ("per_split_data_args_path",),
+            ("data_phases",),
             WEIGHTED_SPLIT_FIELDS,
         )
         used = [tuple(name for name in way if getattr(self, name)) for way in ways]

@@ -200,7 +200,7 @@ class DryRunConfig:
     Use it in programs with their own model; otherwise use megalite verify."""
 
 
-_SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 class BatchSize:
@@ -276,7 +276,7 @@ def schedule_steps(schedule: Sequence[str] | None, seq_length: int) -> list[tupl
         if match is None:
             return []
         tokens, suffix, size = match.groups()
-        steps.append((int(float(tokens) * _SUFFIXES[suffix]) // seq_length, int(size)))
+        steps.append((int(float(tokens) * SUFFIXES[suffix]) // seq_length, int(size)))
     thresholds = [samples for samples, _ in steps]
     rises = all(samples < later for samples, later in itertools.pairwise(thresholds))
     return steps if thresholds[:1] == [0] and rises and all(size > 0 for _, size in steps) else []

@@ -35,6 +35,8 @@ _MODULES = (
     training_rules,
     data_rules,
 )
+_SPLIT = ("data_path", "data_args_path", "data_phases")
+"""Fields of corpora that --split divides."""
 _OF_A_RULE = {"config": "Config", "world_size": "int | None", "return": "Iterator[Problem]"}
 """Parameters and result of a rule."""
 RULES: tuple[Rule, ...] = tuple(
@@ -136,7 +138,7 @@ def _reasons(config: Config, world_size: int | None) -> Iterator[tuple[str, str]
     """Yield each option that has no effect in this config, set or not, with the reason."""
     model, data = config.model, config.data
     yield from without_effect(config_fields(), config.values()).items()
-    if any(getattr(data, name) for name in CORPUS_FIELDS if name not in ("data_path", "data_args_path")):
+    if any(getattr(data, name) for name in CORPUS_FIELDS if name not in _SPLIT):
         yield "split", "each split has its own data"
     if model.activation != "gelu" and not model.has_mlp_bias:
         yield "gemm_epilogues", f"the activation is {model.activation}, and no linear layer has a bias"

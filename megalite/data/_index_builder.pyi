@@ -23,7 +23,10 @@ def build_sentence_samples(
     progress: Progress | None = None,
 ) -> npt.NDArray[np.int64]: ...
 def build_blend_index(
-    weights: Sequence[float], num_samples: int, progress: Progress | None = None
+    weights: Sequence[float],
+    num_samples: int,
+    progress: Progress | None = None,
+    owed: Sequence[float] = (),
 ) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int64]]: ...
 def empty_bytes(size: int) -> npt.NDArray[np.uint8]: ...
 def gather_samples(

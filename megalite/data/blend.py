@@ -11,7 +11,14 @@ import numpy.typing as npt
 
 from megalite.data import _index_builder
 from megalite.data.gpt_dataset import Dataset, gather, verify_files
-from megalite.data.index_cache import Arrays, CacheKey, IndexCache, cached_arrays, reported_progress
+from megalite.data.index_cache import (
+    Arrays,
+    CachedArrays,
+    CacheKey,
+    IndexCache,
+    cached_arrays,
+    reported_progress,
+)
 from megalite.data.storage import FilesInUse
 from megalite.utils.errors import UserError
 
@@ -102,7 +109,6 @@ class BlendedDataset:
             prefix: prefix of the first corpus; the default cache is beside it.
             split_name: name of the split, used in file names of the cache.
         """
-        self.datasets = tuple(datasets)
 
         def build() -> Arrays:
             with reported_progress(
@@ -115,7 +121,10 @@ class BlendedDataset:
 
         values = {"weights": normalized(weights), "num_samples": num_samples, "format": _FORMAT}
         key = CacheKey("BlendedDataset", split_name, values, 2 * num_samples, prefix)
-        cached = cached_arrays(cache, key, ("dataset_index", "dataset_sample_index"), build)
+        self._use(datasets, cached_arrays(cache, key, ("dataset_index", "dataset_sample_index"), build))
+
+    def _use(self, datasets: Sequence[Dataset], cached: CachedArrays) -> None:
+        self.datasets = tuple(datasets)
         self.dataset_index = cached.arrays["dataset_index"]
         self.dataset_sample_index = cached.arrays["dataset_sample_index"]
         self._files = FilesInUse(cached.files)

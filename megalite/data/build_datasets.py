@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,6 +13,8 @@ from megalite.data.epochs import Coverage, OnePass, log_coverage
 from megalite.data.gpt_dataset import Dataset, verify_files
 from megalite.data.index_cache import IndexCache
 from megalite.data.indexed_dataset import IndexedDataset
+from megalite.data.mixture import MixtureDataset, MixturePlan, mixture_lines
+from megalite.data.phases import DataPhases
 from megalite.data.samples import Samples
 from megalite.data.sharded_dataset import open_dataset
 from megalite.data.storage import CACHE_BYTES
@@ -85,6 +87,7 @@ class BuildOptions(NamedTuple):
         cache: cache of the samples' orders; without a cache they are built in memory.
         batch_size: samples per batch; training refuses a corpus with fewer samples in total.
         full_validation: build one epoch of each validation set.
+        consumed_after: returns the samples that a number of iterations have consumed.
     """
 
     samples: Samples
@@ -92,6 +95,7 @@ class BuildOptions(NamedTuple):
     cache: IndexCache | None = None
     batch_size: int = 1
     full_validation: bool = False
+    consumed_after: Callable[[int], int] = int
 
 
 def num_samples_per_split(
@@ -220,6 +224,8 @@ class _BlendBuild:
         if not kept:
             return None
         self._check_batch(kept)
+        if self.blend.phases is not None and self.split == "train":
+            return self._mixture(self.blend.phases)
         if len(self.blend.sources) == 1 and self.blend.weights is None:
             self._log_coverage([0], [1.0], [self.num_samples])
             return self._dataset(0, None if self._is_read_once or self._is_whole else self.num_samples)
@@ -274,6 +280,28 @@ class _BlendBuild:
             if len(empty) < len(indices):
                 log.warning("%s; the others keep their proportions in the blend", fault)
         return [i for i in indices if i not in empty]
+
+    def _mixture(self, phases: DataPhases) -> MixtureDataset:
+        """Mix the sources as the phases say, and log what each source gives to each phase."""
+        seq_length = self.options.samples.seq_length
+        tokens = [self._num_tokens(i) for i in range(len(phases.sources))]
+        sizes = [max(1, (number - 1) // seq_length) for number in tokens]
+        plan = MixturePlan.of(phases, sizes, self.num_samples, seq_length, self.options.consumed_after)
+        prefix = self.blend.sources[0].prefix
+        mixture = MixtureDataset(plan, self.num_samples, self._dataset, self.options.cache, prefix)
+        counts = mixture.drawn.sum(0).tolist()
+        log_coverage(
+            [
+                Coverage.of(f"{source.name} ({source.path})", number, seq_length, count, None)
+                for source, number, count in zip(phases.sources, tokens, counts, strict=True)
+            ]
+        )
+        for line in mixture_lines(plan, mixture.drawn, seq_length):
+            log.info("%s", line)
+        for name, at in zip(plan.names, mixture.exhausted.tolist(), strict=True):
+            if at >= 0:
+                log.warning("source %s runs out at sample %d: the others go on without it", name, at)
+        return mixture
 
     def _blend_by_weight(self, kept: list[int], weights: Sequence[float]) -> Dataset:
         shares = normalized(weights)

@@ -18,6 +18,7 @@ from megalite.data.corpus_sources import SPLIT_NAMES, Blend, Sources
 from megalite.data.gpt_dataset import EpochPlan, plan_epochs
 from megalite.data.indexed_dataset import Entries, IndexedDataset
 from megalite.data.loss_mask import LossMask
+from megalite.data.mixture import first_change, sources_read
 from megalite.utils.errors import few
 
 _WHOLE_BYTES = 4 << 20
@@ -112,26 +113,32 @@ class DataRecord:
         sources: blends of each split.
         corpora: identity of every corpus, by its prefix.
         blend_by: how to weight corpora without weights.
+        mixture: the mixture that changes during training, of `MixturePlan.record`; None without one.
     """
 
     sources: Sources
     corpora: Mapping[str, CorpusIdentity]
     blend_by: str
+    mixture: Mapping[str, Any] | None = None
 
     def for_json(self) -> dict[str, Any]:
         """Return the record for a checkpoint."""
         return {
             "corpora": {prefix: asdict(identity) for prefix, identity in self.corpora.items()},
             "splits": {split: [self._blend(blend) for blend in self.sources[split]] for split in SPLIT_NAMES},
+            "mixture": self.mixture,
         }
 
     def for_ranks(self) -> dict[str, str]:
         """Return values that must agree on all ranks that read data, as text for messages."""
-        return {f"corpus {prefix}": str(identity) for prefix, identity in self.corpora.items()} | {
-            f"the data of {split}": f"{_describe(blends)}, {_short_digest(blends)}"
-            for split in SPLIT_NAMES
-            for blends in [[self._blend(blend) for blend in self.sources[split]]]
+        phases = [blend.phases for blend in self.sources["train"]]
+        corpora = {f"corpus {prefix}": str(identity) for prefix, identity in self.corpora.items()}
+        blends = {split: [self._blend(blend) for blend in self.sources[split]] for split in SPLIT_NAMES}
+        texts = {
+            f"the data of {split}": f"{_describe(each)}, {_short_digest(each)}"
+            for split, each in blends.items()
         }
+        return corpora | texts | {"--data-phases": _short_digest(repr(phases))}
 
     def _blend(self, blend: Blend) -> dict[str, Any]:
         weighs = blend.weights is None and len(blend.sources) > 1
@@ -143,8 +150,13 @@ class DataRecord:
         }
 
 
-def data_differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+def data_differences(
+    saved: Mapping[str, Any], here: Mapping[str, Any], num_consumed: int = 0
+) -> tuple[list[str], list[str]]:
     """Compare two records of `DataRecord.for_json`; where corpora are does not matter.
+
+    Args:
+        num_consumed: samples that were trained on; of a mixture, what comes later may differ.
 
     Returns:
         Descriptions of differences in the training data, and in data that is only evaluated on.
@@ -154,6 +166,13 @@ def data_differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> tuple
     """
     try:
         found = {split: _split_differences(saved, here, split) for split in SPLIT_NAMES}
+        is_mixed, is_mixed_here = (bool(record.get("mixture")) for record in (saved, here))
+        if is_mixed and is_mixed_here:
+            found["train"] = _mixture_differences(saved, here, num_consumed)
+        elif is_mixed or is_mixed_here:
+            ways = [_describe(record["splits"]["train"]) for record in (saved, here)]
+            ways[is_mixed_here] += " by --data-phases"
+            found["train"] = [f"train {ways[0]} (now {ways[1]})"]
     except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
         raise ValueError("run.json is damaged: its corpora cannot be read") from error
     evaluated = [text for split in SPLIT_NAMES[1:] for text in found[split] if text not in found["train"]]
@@ -268,6 +287,29 @@ def _split_differences(saved: Mapping[str, Any], here: Mapping[str, Any], split:
             other := CorpusIdentity.from_record(here["corpora"][prefix_here])
         )
     ]
+
+
+def _mixture_differences(saved: Mapping[str, Any], here: Mapping[str, Any], num_consumed: int) -> list[str]:
+    """Return the differences of what two mixtures have read so far."""
+    change = first_change(saved["mixture"], here["mixture"], num_consumed)
+    if change is not None:
+        return [f"--data-phases has another past from sample {change:,} on, of {num_consumed:,}"]
+    parts, parts_here = (
+        dict(zip(record["mixture"]["names"], record["splits"]["train"][0]["parts"], strict=True))
+        for record in (saved, here)
+    )
+    texts = []
+    for name in sources_read(saved["mixture"], num_consumed):
+        (prefix, *part), (prefix_here, *part_here) = parts[name], parts_here[name]
+        one = CorpusIdentity.from_record(saved["corpora"][prefix])
+        other = CorpusIdentity.from_record(here["corpora"][prefix_here])
+        if part != part_here:
+            texts.append(
+                f"source {name} from {part[0]:g} to {part[1]:g} (now {part_here[0]:g} to {part_here[1]:g})"
+            )
+        elif not one.is_equal(other):
+            texts.append(f"source {name} {one} (now {other})")
+    return texts
 
 
 def _shape(blend: Mapping[str, Any]) -> tuple[object, ...]:

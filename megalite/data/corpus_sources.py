@@ -16,6 +16,7 @@ from megalite.config import DataConfig
 from megalite.config.data import WEIGHTED_SPLIT_FIELDS, split_weights
 from megalite.config.option import flag_of
 from megalite.data.blend import parse_data_path
+from megalite.data.phases import DataPhases, read_phases
 from megalite.utils.errors import UserError
 from megalite.utils.files import parse_json
 
@@ -56,12 +57,14 @@ class Blend:
     Attributes:
         name: the user's name for the dataset; empty for a split's own dataset.
         given_by: the flag that sets its shares, for messages.
+        phases: the phases of --data-phases, whose sources these are; None for a blend that does not change.
     """
 
     sources: tuple[CorpusSource, ...]
     weights: tuple[float, ...] | None
     name: str = ""
     given_by: str = "--split"
+    phases: DataPhases | None = None
 
 
 Sources = Mapping[str, tuple[Blend, ...]]
@@ -95,16 +98,16 @@ def _one_for_each(blends: tuple[Blend, ...], names: Sequence[str]) -> tuple[Blen
     for blend in blends:
         if blend.weights is not None and blend.given_by == "--valid-data-path":
             raise UserError(f"--valid-data-path has weights, which {flag} does not use: remove them")
-    corpora = [(source, blend.given_by) for blend in blends for source in blend.sources]
-    names = names or [os.path.basename(source.prefix) for source, _ in corpora]
+    corpora = [(source, blend) for blend in blends for source in blend.sources]
+    names = names or [blend.name or os.path.basename(source.prefix) for source, blend in corpora]
     if len(names) != len(corpora) or len(set(names)) < len(names) or any("/" in name for name in names):
         raise UserError(
             f"{flag} evaluates on {len(corpora)} corpora, and their names are {' '.join(names)}: pass "
             f"--validation-set-names with {len(corpora)} different names without a slash"
         )
     return tuple(
-        Blend((source,), None, name, given_by)
-        for (source, given_by), name in zip(corpora, names, strict=True)
+        Blend((source,), None, name, blend.given_by)
+        for (source, blend), name in zip(corpora, names, strict=True)
     )
 
 
@@ -125,6 +128,8 @@ def _named_sources(data: DataConfig) -> Sources:
         return _sources_per_split(*_read_per_split(data.per_split_data_args_path))
     if data.train_data_path or data.valid_data_path or data.test_data_path:
         return _sources_per_split(data.train_data_path, data.valid_data_path, data.test_data_path)
+    if data.data_phases is not None:
+        return _sources_of_phases(read_phases(data.data_phases), data.split)
     data_path: Sequence[str] = data.data_path
     if data.data_args_path is not None:
         data_path = _read(data.data_args_path, "--data-args-path").split()
@@ -139,9 +144,6 @@ def sources_of_one_blend(data_path: Sequence[str], split: str) -> Sources:
         split: weights of train, valid and test, such as "949,50,1".
     """
     prefixes, weights = parse_data_path(data_path)
-    bounds = [0.0]
-    for share in parse_split(split):
-        bounds.append(bounds[-1] + share)
     return {
         name: (
             Blend(
@@ -150,8 +152,33 @@ def sources_of_one_blend(data_path: Sequence[str], split: str) -> Sources:
                 given_by=f"--split {split}",
             ),
         )
-        for name, (begin, end) in zip(SPLIT_NAMES, itertools.pairwise(bounds), strict=True)
+        for name, (begin, end) in split_bounds(split).items()
     }
+
+
+def split_bounds(split: str) -> dict[str, tuple[float, float]]:
+    """Return the begin and the end of train, valid and test, as fractions of a corpus."""
+    bounds = [0.0]
+    for share in parse_split(split):
+        bounds.append(bounds[-1] + share)
+    return dict(zip(SPLIT_NAMES, itertools.pairwise(bounds), strict=True))
+
+
+def _sources_of_phases(phases: DataPhases, split: str) -> Sources:
+    """Return one mixture to train on, and each source by its name to evaluate on."""
+    given_by = f"--split {split}"
+    parts = {
+        name: [CorpusSource(source.path, begin, end) for source in phases.sources]
+        for name, (begin, end) in split_bounds(split).items()
+    }
+    evaluated = {
+        name: tuple(
+            Blend((part,), None, source.name, given_by)
+            for source, part in zip(phases.sources, parts[name], strict=True)
+        )
+        for name in SPLIT_NAMES[1:]
+    }
+    return {"train": (Blend(tuple(parts["train"]), None, "", given_by, phases),), **evaluated}
 
 
 def _sources_per_split(train: Sequence[str], valid: Sequence[str], test: Sequence[str]) -> Sources:

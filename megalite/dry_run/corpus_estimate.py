@@ -15,6 +15,7 @@ from megalite.data.epochs import Coverage
 from megalite.data.gpt_dataset import index_bytes, plan_epochs
 from megalite.data.sharded_dataset import corpus_lengths
 from megalite.train.run_context import num_samples_of
+from megalite.utils.commands import command_name
 
 Lengths = Mapping[str, npt.NDArray[np.int32]]
 """Sequence lengths in tokens of each corpus on this machine, by prefix."""
@@ -74,12 +75,16 @@ def corpora_of(config: Config, dp: int) -> Corpora:
         return Corpora(skipped=("the samples of --sft depend on how conversations fit into them",))
     if config.data.packs_documents:
         return Corpora(skipped=("the samples of --document-packing depend on how documents fit into them",))
+    if config.data.data_phases is not None:
+        return Corpora(
+            skipped=(f"{command_name('data-plan')} shows the use of the sources of --data-phases",)
+        )
     sources = find_sources(config.data)
     num_samples = dict(zip(SPLIT_NAMES, num_samples_of(config, dp), strict=True))
     draws = [
         _Draw(
             *(split, blend, num_samples[split], config.model.seq_length, config.data.blend_by),
-            has_index=config.data.sample_order != "windows",
+            has_index=not config.data.reads_windows,
         )
         for split in SPLIT_NAMES
         for blend in sources[split]

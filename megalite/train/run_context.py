@@ -30,6 +30,7 @@ from megalite.data.gpt_dataset import Dataset, GatherDataset
 from megalite.data.index_cache import IndexCache
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.loss_mask import LossMask, has_loss_mask
+from megalite.data.mixture import MixtureDataset
 from megalite.data.packed_dataset import PackedSamples, PackingOptions
 from megalite.data.samples import CheckedDataset, FieldSamples, GPTSamples, Samples
 from megalite.data.storage import CACHE_BYTES
@@ -146,7 +147,7 @@ def gpt_samples(config: Config, tokenizer: Tokenizer | None) -> GPTSamples | Pac
     if config.data.sft or config.data.packs_documents:
         return packed_samples(config)
     ends = document_ends(config, tokenizer)
-    are_windows = config.data.sample_order == "windows"
+    are_windows = config.data.reads_windows
     return GPTSamples(
         config.model.seq_length, config.training.seed, config.model.vocab_size, ends, are_windows
     )
@@ -236,10 +237,15 @@ def build_data(run: RunContext, splits: Collection[str] = SPLIT_NAMES) -> Datase
         with topology.agreed():
             cache = IndexCache(config.data.data_cache_path)
             batch_size = config.global_batch(topology.sample_ranks.size)
-            full_validation = config.training.full_validation
-            options = BuildOptions(run.samples, config.data.blend_by, cache, batch_size, full_validation)
+            batches = config.batch_size(topology.sample_ranks.size)
+            options = BuildOptions(
+                *(run.samples, config.data.blend_by, cache, batch_size, config.training.full_validation),
+                lambda iterations: batches.consumed_before(iterations + 1),
+            )
             if record is not None:
                 datasets = build_from_corpora(run.sources, opened, num_samples, options)
+                if isinstance(datasets.train, MixtureDataset):
+                    record = replace(record, mixture=datasets.train.plan.record(datasets.train.exhausted))
                 datasets = _fill_in_middle(run, datasets)
     datasets = datasets_on_every_stage(datasets, topology)
     datasets = replace(datasets, record=record)

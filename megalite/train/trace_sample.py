@@ -14,6 +14,7 @@ from megalite.data.blend import BlendedDataset
 from megalite.data.epochs import Epochs
 from megalite.data.fill_in_middle import FillInMiddleDataset
 from megalite.data.gpt_dataset import Dataset, GPTDataset
+from megalite.data.mixture import MixtureDataset
 from megalite.data.packed_dataset import PackedDataset
 from megalite.data.window_dataset import WindowDataset
 from megalite.distributed.rendezvous import Launch
@@ -31,12 +32,14 @@ class TracedSample:
         dp_rank: data-parallel rank that trained on it; None if the config does not set --dp.
         microbatch: index of the microbatch on that rank, from 0; None if the config does not set --dp.
         spans: positions of its tokens in the corpora, in order.
+        source: its source and phase in --data-phases; empty without them.
     """
 
     number: int
     dp_rank: int | None
     microbatch: int | None
     spans: list[SampleSpan]
+    source: str = ""
 
 
 def trace_iteration(config: Config, iteration: int) -> Iterator[TracedSample]:
@@ -70,12 +73,14 @@ def trace_iteration(config: Config, iteration: int) -> Iterator[TracedSample]:
     with Topology.start(one_rank.mesh, Launch(0, 1, 0, 1)) as topology:
         dataset = build_data(resolve_run(one_rank, topology)).train
     assert dataset is not None
+    mixture = dataset.plain if isinstance(dataset, FillInMiddleDataset) else dataset
     batch_size, block = one_rank.batch_size(1), config.training.micro_batch_size
     first = batch_size.consumed_before(iteration)
     for position in range(batch_size(first)):
         number = first + position
         rank, microbatch = (None, None) if dp is None else (position // block % dp, position // (block * dp))
-        yield TracedSample(number, rank, microbatch, sample_spans(dataset, number))
+        source = mixture.describe(number) if isinstance(mixture, MixtureDataset) else ""
+        yield TracedSample(number, rank, microbatch, sample_spans(dataset, number), source)
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,9 @@ COMMANDS = {
         "tools/train_tokenizer.py", "train a BPE or SentencePiece tokenizer", "datasets"
     ),
     "inspect-dataset": Command("tools/inspect_dataset.py", "show, check or compare datasets", "datasets"),
+    "data-plan": Command(
+        "tools/data_plan.py", "show the epochs of each source in a mixture that changes", "datasets"
+    ),
     "merge-datasets": Command("tools/merge_datasets.py", "join datasets", "datasets"),
     "merge-checkpoints": Command(
         "tools/merge_checkpoints.py", "average the weights of checkpoints", "checkpoints"

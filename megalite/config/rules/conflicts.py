@@ -410,7 +410,11 @@ CONFLICTS = (
     ),
     *_exclude(DOCUMENT_OPTIONS, "sft", ", which separates conversations by itself: remove it"),
     *_exclude(DOCUMENT_OPTIONS, _PACKS, ", which separates documents by itself: remove it"),
-    *_exclude(_WINDOWS, ("sft", _PACKS, _BERT), ", whose samples are no windows of a corpus: remove one"),
+    *_exclude(
+        (_WINDOWS, "data_phases"),
+        ("sft", _PACKS, _BERT),
+        ", whose samples are no windows of a corpus: remove one",
+    ),
     *_exclude("fim_rate", ("sft", _PACKS), ": it rearranges text; remove --fim-rate"),
     *_exclude("sft", _PACKS, ": --sft packs conversations by itself; remove --document-packing"),
     *_exclude(

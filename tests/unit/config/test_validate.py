@@ -122,6 +122,7 @@ RULES = [
         None,
         "--eod-mask-loss with --document-packing best_fit, which separates documents by itself: remove it",
     ),
+    ("--data-phases f", None, "--data-path and --data-phases both set the corpora: remove one"),
     ("--sample-order windows --sft", None, "--sample-order windows with --sft, whose samples are no windows"),
     ("--document-packing best_fit --sft", None, "--sft packs conversations by itself; remove"),
     ("--fim-rate 1.5", None, "--fim-rate 1.5 is out of range: it must be from 0 to 1"),

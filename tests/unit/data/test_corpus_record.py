@@ -23,10 +23,11 @@ from megalite.data.corpus_record import (
     reordered_corpora,
     samples_lost_and_repeated,
 )
-from megalite.data.corpus_sources import find_sources
+from megalite.data.corpus_sources import Blend, CorpusSource, find_sources
 from megalite.data.gpt_dataset import gpt_index, plan_epochs
 from megalite.data.indexed_dataset import IndexedDataset, IndexedWriter
 from megalite.data.loss_mask import LossMask
+from megalite.data.phases import DataPhases
 from tests.chat import write_masked
 
 LENGTHS = (5, 3, 7, 2, 6)
@@ -189,6 +190,37 @@ def test_samples_that_a_longer_run_reads_again_are_counted(
     plans = [plan_epochs(num_texts * size, number, size) for number in num_samples]
     exact = np.maximum(read - skipped, 0).sum()
     assert num_read_again(*plans, num_consumed) == pytest.approx(exact, rel=0.1, abs=3)
+
+
+def mixture(paths: dict[str, str], *rows: Any, exhausted: dict[str, int] | None = None) -> dict[str, Any]:
+    """The record of a run on --data-phases: rows of first samples and weights."""
+    parts = tuple(CorpusSource(path, 0, 0.5) for path in paths.values())
+    sources = {"train": (Blend(parts, None, phases=DataPhases("f", (), ())),), "valid": (), "test": ()}
+    corpora = {path: identity(path) for path in paths.values()}
+    found = {"names": [*paths], "phases": [[*row, None] for row in rows], "exhausted": exhausted or {}}
+    return json.loads(json.dumps(DataRecord(sources, corpora, "tokens", found).for_json()))
+
+
+def test_a_mixture_is_compared_up_to_the_samples_trained_on(corpus: str, tmp_path: Path) -> None:
+    a, b = (write(tmp_path / name, token=token) for name, token in (("one", 1), ("two", 2)))
+    first, later = (0, {"web": 1.0}), (100, {"web": 0.5, "code": 0.5})
+    saved = mixture({"web": a}, first)
+    here = mixture({"web": a, "code": b}, first, later)
+    assert data_differences(saved, here, 100) == ([], [])
+    (text,), _ = data_differences(saved, here, 101)
+    assert text == "--data-phases has another past from sample 100 on, of 101"
+    (text,), _ = data_differences(here, mixture({"web": a, "code": b}, first, later, exhausted={"web": 7}), 8)
+    assert text == "--data-phases has another past from sample 7 on, of 8"
+    other = mixture({"web": write(tmp_path / "three", token=3), "code": b}, first, later)
+    (text,), _ = data_differences(here, other, 50)
+    assert text.startswith("source web ")
+    replaced = mixture({"web": a, "code": write(tmp_path / "four", token=4)}, first, later)
+    assert data_differences(here, replaced, 50)[0] == []  # no sample of it was read
+    (text,), _ = data_differences(here, replaced, 150)
+    assert text.startswith("source code ")
+    plain = record(data_path=(a,), split="1,1,0").for_json()
+    assert data_differences(plain, saved, 1)[0] == [f"train {a}[0:0.5] (now {a}[0:0.5] by --data-phases)"]
+    assert data_differences(saved, plain, 1)[0] == [f"train {a}[0:0.5] by --data-phases (now {a}[0:0.5])"]
 
 
 def test_data_for_evaluation_alone_are_reported_apart(corpus: str, tmp_path: Path) -> None:
