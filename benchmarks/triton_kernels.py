@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 
 from benchmarks.machine_code import TARGETS, WARP, Counts, Kernel, count_of_bytes, count_of_scores, read
-from megalite.kernels import CausalSoftmax, Drop, VisibleKeys, softmax, token_rows
+from megalite.kernels import CausalSoftmax, Drop, VisibleKeys, moments, softmax, token_rows
 from megalite.kernels.dropout import launch_kernel
 from megalite.kernels.dropout_add import key_tensor
 from megalite.kernels.flash_attention import (
@@ -168,6 +168,13 @@ def run_dropout_backward(dtype: torch.dtype, key: int = 0, base: int = 0) -> Non
     """Launch the gradients of residual + dropout(x + bias)."""
     grad = torch.empty(512, 2, 2048, dtype=dtype)
     launch_kernel(grad, None, None, torch.arange(2), 0.1, key, base, 2048, has_sums=True)
+
+
+def run_moments(dtype: torch.dtype, key: int = 0, base: int = 0) -> None:
+    """Launch the rounding of moments to bf16, or of the first to e4m3 for another dtype."""
+    wide = torch.empty(4096)
+    rounded = wide.to(torch.bfloat16 if dtype == torch.bfloat16 else torch.float8_e4m3fn)
+    moments.launch(wide, wide, rounded, wide.bfloat16(), torch.tensor(1.0), key, base, base, 640, 1280)
 
 
 def run_softmax(dtype: torch.dtype, key: int = 0, base: int = 0) -> None:

@@ -22,6 +22,7 @@ STABLE_TORCH_LIBRARY_IMPL(megalite, CPU, library) {
   library.impl("rms_norm", TORCH_BOX(&megalite::cpu::rms_norm));
   library.impl("rms_norm_backward", TORCH_BOX(&megalite::cpu::rms_norm_backward));
   library.impl("rotate", TORCH_BOX(&megalite::cpu::rotate));
+  library.impl("round_moments_", TORCH_BOX(&megalite::cpu::round_moments_));
 }
 
 namespace {

@@ -197,4 +197,16 @@ torch::stable::Tensor rotate(
     const torch::stable::Tensor& sine,
     bool inverse);
 
+void round_moments_(
+    const torch::stable::Tensor& exp_avg,
+    const torch::stable::Tensor& exp_avg_sq,
+    const std::optional<torch::stable::Tensor>& rounded,
+    const std::optional<torch::stable::Tensor>& rounded_sq,
+    const torch::stable::Tensor& number,
+    int64_t key,
+    int64_t base,
+    int64_t first,
+    int64_t run_length,
+    int64_t run_stride);  // not on a GPU, which runs a Triton kernel
+
 }  // namespace megalite::MEGALITE_DEVICE

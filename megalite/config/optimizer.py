@@ -28,6 +28,8 @@ LrDecayStyle = Literal["linear", "cosine", "constant", "inverse-square-root", "W
 WsdDecayStyle = Literal["linear", "cosine", "exponential", "minus_sqrt"]
 LrWarmupStyle = Literal["linear", "log"]
 LrStepTiming = Literal["megatron", "deepspeed"]
+ExpAvgDtype = Literal["fp32", "bf16", "fp8"]
+ExpAvgSqDtype = Literal["fp32", "bf16"]
 
 
 _MUON = Setting("optimizer", ("muon",))
@@ -125,6 +127,11 @@ class OptimizerConfig:
     """Adam's beta2: decay rate of the second moment."""
     adam_eps: float = option(1e-8, allowed=POSITIVE)
     """Adam's epsilon, added to the root of the second moment."""
+    exp_avg_dtype: ExpAvgDtype = option("fp32", on_resume=OnResume.LOGGED)
+    """Dtype of AdamW's first moment between updates, rounded at random. With --params-dtype fp64, fp32 means
+    fp64."""
+    exp_avg_sq_dtype: ExpAvgSqDtype = option("fp32", on_resume=OnResume.LOGGED)
+    """Dtype of AdamW's second moment between updates, rounded at random."""
     loss_scale: float | None = option(None, allowed=_LOSS_SCALE, only_with=_FP16)
     """With fp16: constant loss scale. By default the loss scale is dynamic."""
     initial_loss_scale: float = option(

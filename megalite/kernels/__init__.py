@@ -13,6 +13,7 @@ from megalite.kernels.dropout import dropout
 from megalite.kernels.dropout_add import ResidualSum, bias_dropout_add
 from megalite.kernels.flash_attention import flash_attention
 from megalite.kernels.library import implementation, is_compiled
+from megalite.kernels.moments import round_moments_, wide_exp_avg
 from megalite.kernels.norm import layer_norm, layer_norm_on, rms_norm, rms_norm_on
 from megalite.kernels.philox import fill_normal_, site_key
 from megalite.kernels.recurrence import recurrence, recurrence_problem
@@ -50,8 +51,10 @@ __all__ = [
     "rms_norm",
     "rms_norm_on",
     "rotate",
+    "round_moments_",
     "site_key",
     "sum_rows",
+    "wide_exp_avg",
 ]
 
 _OPS = (
@@ -65,6 +68,7 @@ _OPS = (
     "fill_normal_",
     "rms_norm",
     "rotate",
+    "round_moments_",
 )
 _CUDA_OPS = ("layer_norm",)  # on a CPU PyTorch's own is used
 _LIBRARY_OPS = (

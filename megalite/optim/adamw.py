@@ -15,11 +15,10 @@ from megalite.optim.flat_buffers import Bucket, BucketEntry, Section, overlap
 from megalite.optim.gradient_buckets import main_dtype
 from megalite.optim.loss_scaler import LossScaler
 from megalite.optim.offload import OffloadedUpdate, OptimizerOffload
+from megalite.optim.rounded_moments import EXP_AVG, EXP_AVG_SQ, MOMENTS, RoundedMoments, ranges_in
 from megalite.tensor_parallel.parameter_spec import ParameterShard
 from megalite.utils.torch_private import foreach_div_, foreach_mul_
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""AdamW's moments, by torch's names."""
 MOMENTUM = "momentum_buffer"
 """Momentum of matrices that are updated as a whole, by torch's name."""
 
@@ -40,6 +39,7 @@ class BucketState:
             bucket's shard of main weights (ZeRO stage 3); otherwise a copy, and the bucket's weights are the
             rounded main weights.
         moments: AdamW's moments, or a matrix's momentum, by torch's names, ``[n]``.
+        rounding: widens and rounds moments in 16 or 8 bits; None if they have the main dtype.
         ema: exponential moving average of the main weights, ``[n]``; None if the run keeps none.
     """
 
@@ -51,6 +51,7 @@ class BucketState:
         offloaded: Mapping[str, Tensor] | None = None,
         *,
         has_ema: bool = False,
+        new_rounding: Callable[[Sequence[BucketEntry], slice], RoundedMoments] | None = None,
     ) -> None:
         """Allocate the tensors.
 
@@ -59,12 +60,16 @@ class BucketState:
             offloaded: the state's tensors in host memory, by kind (see `offloadable_kinds`); None to allocate
                 them on the bucket's device.
             has_ema: keep an average of the main weights. It starts as the main weights.
+            new_rounding: makes the rounding of AdamW's moments, for parameters and the elements that the rank
+                owns; None to keep the main dtype.
         """
         self.bucket = bucket
         self.kind = section.kind
         self.is_replicated = owned.stop - owned.start == bucket.size
         self.owned = overlap(slice(section.start, section.end), owned)
         self._section = section
+        self.rounding = None if new_rounding is None else new_rounding(self.entries, self.owned)
+        dtypes = {} if self.rounding is None else self.rounding.dtypes
         if bucket.main is None:
             weight = bucket.weight[self.owned]
         else:
@@ -72,7 +77,9 @@ class BucketState:
         if offloaded is None:
             self.main = weight.to(main_dtype(weight.dtype))
             moments = (MOMENTUM,) if self.kind.is_matrix else MOMENTS
-            self.moments = {moment: torch.zeros_like(self.main) for moment in moments}
+            self.moments = {
+                moment: torch.zeros_like(self.main, dtype=dtypes.get(moment)) for moment in moments
+            }
             self.ema = self.main.clone() if has_ema else None
         else:
             self.main = offloaded["main"].copy_(weight) if "main" in offloaded else weight
@@ -99,10 +106,33 @@ class BucketState:
         return self.bucket.weight[self.owned] if self.has_own_main and self.bucket.main is None else None
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of a checkpoint besides the model's weights and their average, by name."""
+        """Yield the tensors of a checkpoint besides the model's weights and their average, by name.
+
+        Moments in fp8 are copies in bf16: call `seal_copies` after writing to them.
+        """
         if self.has_own_main:
             yield "main", self.main
-        yield from self.moments.items()
+        yield from (
+            self.moments if self.rounding is None else self.rounding.for_checkpoint(self.moments)
+        ).items()
+
+    def seal_copies(self, written: Mapping[str, Tensor | ParameterShard]) -> None:
+        """Round the moments that a checkpoint has written to copies, by the names of `Optimizer.state`."""
+        if self.rounding is None or not self.rounding.copies_for_checkpoint:
+            return
+        everything = slice(0, self.main.numel())
+        wide = self.wide_moments(everything)
+        for entry in self.entries:
+            shard = written[f"{entry.name}.{EXP_AVG}"]
+            assert isinstance(shard, ParameterShard)
+            self.parameter_shard(wide[EXP_AVG], entry).tensor.copy_(shard.tensor)
+        self.rounding.store(self.moments, wide, everything, torch.zeros((), device=self.main.device))
+
+    def wide_moments(self, elements: slice) -> dict[str, Tensor]:
+        """Return moments of these elements in the main dtype: views, or copies of moments in fewer bits."""
+        if self.rounding is None:
+            return {name: moment[elements] for name, moment in self.moments.items()}
+        return self.rounding.widen(self.moments, elements, self.main.dtype)
 
     def weights(self) -> Iterator[tuple[str, ParameterShard]]:
         """Yield the model's weights, by parameter: this rank's slices, or rounded shards at ZeRO stage 3."""
@@ -228,7 +258,8 @@ class AdamW:
             for update in updates[num_offloaded:]:
                 groups.setdefault(update.settings, []).append(update)
             for group in groups.values():
-                self._update(group, number, divisor, is_good)
+                for pieces in _pieces(group):
+                    self._update(pieces, number, divisor, is_good)
             if update_others is not None:
                 update_others(divisor, is_good)
             if self.offload is not None and updates_host:
@@ -262,20 +293,21 @@ class AdamW:
 
     def _update(
         self,
-        updates: Sequence[_Update],
+        pieces: Sequence[tuple[_Update, slice]],
         number: Tensor,
         divisor: Tensor | None,
         is_good: Tensor,
     ) -> None:
-        """Update states with equal settings; the last three arguments are scalars on the device."""
-        states = [update.state for update in updates]
-        learning_rate, weight_decay, epsilon = updates[0].settings
+        """Update elements of states with equal settings; the other arguments are scalars on the device."""
+        states = [(update.state, own) for update, own in pieces]
+        learning_rate, weight_decay, epsilon = pieces[0][0].settings
+        wide = [state.wide_moments(own) for state, own in states]
         adamw_(
-            [state.main for state in states],
-            [state.moments["exp_avg"] for state in states],
-            [state.moments["exp_avg_sq"] for state in states],
-            [state.rounded for state in states if state.rounded is not None],
-            [update.gradient for update in updates],
+            [state.main[own] for state, own in states],
+            [moments[EXP_AVG] for moments in wide],
+            [moments[EXP_AVG_SQ] for moments in wide],
+            [state.rounded[own] for state, own in states if state.rounded is not None],
+            [update.gradient[own] for update, own in pieces],
             number=number,
             divisor=divisor,
             is_good=is_good,
@@ -284,6 +316,19 @@ class AdamW:
             weight_decay=weight_decay,
             epsilon=epsilon,
         )
+        for (state, own), moments in zip(states, wide, strict=True):
+            if state.rounding is not None:  # moments that the update skipped keep all their bits
+                state.rounding.store(state.moments, moments, own, number)
+
+
+def _pieces(updates: Sequence[_Update]) -> Iterator[list[tuple[_Update, slice]]]:
+    """Yield what one kernel updates: all states, but one range after the other of those that are widened."""
+    if whole := [update for update in updates if update.state.rounding is None]:
+        yield [(update, slice(0, update.state.main.numel())) for update in whole]
+    for update in updates:
+        if update.state.rounding is not None:
+            for own in ranges_in(update.state.main.numel()):
+                yield [(update, own)]
 
 
 def _divide(gradients: Sequence[Tensor], divisor: Tensor) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -27,6 +27,7 @@ from megalite.optim.loss_scaler import build_loss_scaler
 from megalite.optim.muon import Muon
 from megalite.optim.offload import OptimizerOffload
 from megalite.optim.post_step_hooks import PostStepHook
+from megalite.optim.rounded_moments import RoundedMoments
 from megalite.optim.state_storage import StateSize
 from megalite.optim.weight_gathering import (
     ChunkModules,
@@ -72,6 +73,7 @@ class Optimizer:
         fuses_weight_gradients: bool = False,
         graphs_add: bool = False,
         keeps_weights: bool = False,
+        seed: int = 0,
     ) -> None:
         """Move the parameters into buckets and allocate gradients and state.
 
@@ -86,6 +88,7 @@ class Optimizer:
             graphs_add: graphs of torch.compile add weight gradients to the buffers.
             keeps_weights: at ZeRO stage 3, gather each weight once per iteration, and keep it until the last
                 backward.
+            seed: seed of the rounding of moments in 16 or 8 bits.
         """
         self.topology, self.tied, self.dtype = topology, tied, dtype
         self.stage = parallel.zero_stage_among(topology.replicas.shard.size)
@@ -95,7 +98,7 @@ class Optimizer:
         groups = self._make_buckets(list(named_parameters), chunks, config, parallel)
         self.buffers = [self._make_buffer(bucket, parallel) for group in groups for bucket in group]
         self._buffer_of = {buffer.bucket: buffer for buffer in self.buffers}
-        self.offload, self.states = self._make_states(config, parallel)
+        self.offload, self.states = self._make_states(config, parallel, seed)
         self.updated = [state for state in self.states if state.main.numel()]
         self._states_of: dict[Bucket, dict[int, BucketState]] = {}
         for number, state in enumerate(self.updated):
@@ -155,7 +158,7 @@ class Optimizer:
         return buffer
 
     def _make_states(
-        self, config: OptimizerConfig, parallel: ParallelConfig
+        self, config: OptimizerConfig, parallel: ParallelConfig, seed: int
     ) -> tuple[OptimizerOffload | None, list[BucketState]]:
         sections = [
             (buffer, section, overlap(slice(section.start, section.end), buffer.owned))
@@ -176,6 +179,7 @@ class Optimizer:
                 self.topology,
                 order=range(len(numels))[::-1],  # backward fills the buffers in the opposite order
             )
+        new_rounding = RoundedMoments.constructor(config, main, seed, self.topology)
         tensors = map(offload.storage.tensors, range(offload.count)) if offload else iter(())
         return offload, [
             BucketState(
@@ -184,6 +188,7 @@ class Optimizer:
                 buffer.owned,
                 next(tensors, None) if owned.start < owned.stop else None,
                 has_ema=has_ema,
+                new_rounding=None if section.kind.is_matrix else new_rounding,
             )
             for buffer, section, owned in sections
         ]
@@ -401,8 +406,10 @@ class Optimizer:
         if self.offload is not None:
             self.offload.check()
 
-    def seal_state(self) -> None:
-        """Accept new values of `state`, which a checkpoint has written."""
+    def seal_state(self, written: Mapping[str, Tensor | ParameterShard]) -> None:
+        """Accept new values of `state`, which a checkpoint has written to `written`, an earlier result."""
+        for state in self.updated:
+            state.seal_copies(written)
         if self.offload is not None:
             self.offload.seal()
 
@@ -472,13 +479,11 @@ class Optimizer:
             counted, gradient = self._counted(state), self._gradient_of(state)
             for entry in state.entries:
                 first = entry.start - state.owned.start
-                start, end = max(first, counted.start), min(entry.end - state.owned.start, counted.stop)
-                if start < end:
-                    used = first + num_used(entry.spec, self.topology) - start
-                    moments = {name: moment[start:end] for name, moment in state.moments.items()}
-                    yield CountedShard(
-                        entry.name, state.main[start:end], gradient[start:end], moments, max(0, used)
-                    )
+                held = slice(max(first, counted.start), min(entry.end - state.owned.start, counted.stop))
+                if held.start < held.stop:
+                    used = max(0, first + num_used(entry.spec, self.topology) - held.start)
+                    shard = entry.name, state.main[held], gradient[held], state.wide_moments(held)
+                    yield CountedShard(*shard, used)
 
     def _named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the gradients of the elements that this rank updates, by parameter."""

@@ -30,10 +30,6 @@ RESTART_MINUTES = 10.0
 """From a failure to the first load: ranks that hang are noticed after --distributed-timeout-minutes, 10."""
 REPAIR_DAYS = 1.0
 """Days until a failed node is repaired or replaced."""
-OPTIMIZER_BYTES = {"fp64": 16, "fp32": 8}
-"""Bytes per parameter of the optimizer state in a checkpoint: two moments. In 16 bits, see `MIXED_BYTES`."""
-MIXED_BYTES = 12
-"""The same with 16-bit weights: main weights and two moments in fp32."""
 ASYNC_SHARE = 0.005
 """Share of a save's time for which an async save stops training (benchmarks/RESULTS.md, Checkpoints)."""
 ASYNC_GAP = 2.0
@@ -334,9 +330,10 @@ class GoodputPlan:
     @property
     def _optimizer_bytes(self) -> int:
         """Return the bytes per parameter of the optimizer state and the averages in a checkpoint."""
-        config = self.plan.run.config
-        dtype_bytes = OPTIMIZER_BYTES.get(config.model.params_dtype, MIXED_BYTES)
-        return self.plan.run.average_bytes + (dtype_bytes if config.checkpoint.save_optim else 0)
+        run = self.plan.run
+        if not run.config.checkpoint.save_optim:
+            return run.average_bytes
+        return run.optimizer_bytes + (run.config.optimizer.exp_avg_dtype == "fp8")  # a checkpoint has bf16
 
     @property
     def checkpoint_bytes(self) -> float:

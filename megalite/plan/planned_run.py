@@ -275,7 +275,14 @@ class PlannedRun:
     @property
     def optimizer_bytes(self) -> int:
         """Return the bytes per parameter of main weights, two moments, and an average of the weights."""
-        return (12 if self.element_bytes == 2 else 2 * self.element_bytes) + self.average_bytes
+        return (4 if self.element_bytes == 2 else 0) + self.moment_bytes + self.average_bytes
+
+    @property
+    def moment_bytes(self) -> int:
+        """Return the bytes per parameter of AdamW's two moments."""
+        optimizer, widest = self.config.optimizer, max(4, self.element_bytes)
+        dtypes = optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype
+        return sum({"fp8": 1, "bf16": 2}.get(dtype, widest) for dtype in dtypes)
 
     def buffer_bytes(self, units: RankUnits) -> float:
         """Return the bytes of a pipeline rank's communication buffers besides its gradient sums."""

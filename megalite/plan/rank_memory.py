@@ -249,15 +249,16 @@ def _state(run: PlannedRun, units: RankUnits) -> tuple[float, float, float]:
     # ZeRO stage 2 keeps the gradient of a tied embedding full until both stages' parts are added.
     is_shared = zero == 2 and run.pp > 1 and (units.is_first or units.is_last)
     full = run.units.tied_size if is_shared else 0
-    # Muon has one moment.
-    second_moments = max(element, 4) * run.sharded(sizes_of(run.matrices_of(units)), from_stage=1)
+    # Muon has one moment, in the dtype of the main weights.
+    matrices = run.sharded(sizes_of(run.matrices_of(units)), from_stage=1)
     weights = element * run.sharded(units.sizes, from_stage=3)
     if zero == 3:
         weights += element * (units.size if run.gathers_once else _kept_edge(run, units))
     return (
         weights + _fp8_copies(run, units),
         run.gradient_bytes * (run.sharded(units.sizes, from_stage=2) + full * (1 - 1 / run.num_shards)),
-        run.optimizer_bytes * run.sharded(units.sizes, from_stage=1) - second_moments,
+        run.optimizer_bytes * run.sharded(units.sizes, from_stage=1)
+        - (run.moment_bytes - max(element, 4)) * matrices,
     )
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -46,23 +47,44 @@ def fill_initial(out: Tensor, name: str, spec: ParameterSpec, seed: int, topolog
     if spec.std == 0.0:
         out.fill_(spec.mean)
         return
+    parts = list(even_runs(spec, topology))
+    for part, runs in zip(out.view(len(parts), -1), parts, strict=True):
+        fill_normal_(
+            part,
+            site_key(seed, name),
+            std=spec.initial_std,
+            mean=spec.mean,
+            base=runs.base,
+            run_length=runs.length,
+            run_stride=runs.stride,
+        )
+
+
+class EvenRuns(NamedTuple):
+    """Evenly spaced runs of consecutive elements of a full tensor.
+
+    Attributes:
+        base: index of the first element in the full tensor.
+        length: number of elements of a run.
+        stride: distance between the first elements of two runs.
+    """
+
+    base: int
+    length: int
+    stride: int
+
+
+def even_runs(spec: ParameterSpec, topology: Topology) -> Iterator[EvenRuns]:
+    """Yield the elements of this rank's box of a parameter in order, in parts of equal size."""
     (starts, shape), full = spec.box(topology), spec.full_shape
     strides = [math.prod(full[dim + 1 :]) for dim in range(len(full))]
     base = sum(start * stride for start, stride in zip(starts, strides, strict=True))
     # A box consists of runs of consecutive elements of the full tensor, which begin at its last cut dim. They
     # are evenly spaced up to the cut dim before it.
     *_, before, last = 0, 0, *(dim for dim, size in enumerate(shape) if size < full[dim])
-    parts = out.view(math.prod(shape[:before]), *shape[before:])
-    for part, index in zip(parts, itertools.product(*map(range, shape[:before])), strict=True):
-        fill_normal_(
-            part,
-            site_key(seed, name),
-            std=spec.initial_std,
-            mean=spec.mean,
-            base=base + sum(i * stride for i, stride in zip(index, strides, strict=False)),
-            run_length=math.prod(shape[last:]),
-            run_stride=math.prod(full[last:]),
-        )
+    for index in itertools.product(*map(range, shape[:before])):
+        offset = sum(i * stride for i, stride in zip(index, strides, strict=False))
+        yield EvenRuns(base + offset, math.prod(shape[last:]), math.prod(full[last:]))
 
 
 class Dropout(nn.Module):

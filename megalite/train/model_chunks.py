@@ -300,6 +300,7 @@ def build_optimizer(
         # PyTorch compares the buffer's version with the version in forward.
         graphs_add=config.training.compile and not config.recompute.modules,
         keeps_weights=keeps_weights,
+        seed=config.training.seed,
     )
     optimizer.post_step_hooks = _post_step_hooks(config.model, topology, chunks, optimizer)
     optimizer.initialize_main(config.training.seed)

@@ -231,16 +231,19 @@ class Trainer:
         """
         assert self.config.checkpoint.load is not None
         with self.timers("load-checkpoint"):
+            tensors = self.tensors()
             loaded = load_checkpoint(
                 Path(self.config.checkpoint.load),
-                self.tensors(),
+                tensors,
                 self.config,
                 self.topology,
                 self.saver.local,
                 self.datasets.record,
             )
             if loaded is not None:
-                self.optimizer.seal_state()
+                self.optimizer.seal_state(
+                    {name.removeprefix("optimizer."): tensor for name, tensor in tensors.items()}
+                )
         if loaded is None:
             return None
         for notice in loaded.notices:

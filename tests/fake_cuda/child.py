@@ -172,6 +172,8 @@ def _misplaced(trainer: Trainer) -> list[str]:
     dtype = DTYPES[trainer.config.model.params_dtype]
     tensors = trainer.tensors()
     state = {name: each.tensor for name, each in tensors.items() if isinstance(each, ParameterShard)}
+    is_rounded = trainer.config.optimizer.exp_avg_dtype != "fp32"  # then `tensors` has copies of moments
+    state = {name: each for name, each in state.items() if not (is_rounded and ".exp_avg" in name)}
     found = [
         (name, tensor, dtype if name.startswith("model.") else main_dtype(dtype))
         for name, tensor in state.items()
@@ -181,6 +183,8 @@ def _misplaced(trainer: Trainer) -> list[str]:
         found.append((f"{name} in the chunk", parameter, parameter.dtype))
     for name, gradient in trainer.optimizer._named_gradients():
         found.append((f"gradient of {name}", gradient, main_dtype(dtype)))
+    for each in trainer.optimizer.updated if is_rounded else ():
+        found += [(name, moment, each.rounding.dtypes[name]) for name, moment in each.moments.items()]
     return [
         f"{name}: {tensor.dtype} on {tensor.device}, not {expected}"
         for name, tensor, expected in found

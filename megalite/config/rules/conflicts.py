@@ -64,6 +64,12 @@ _PACKS = Setting("document_packing", ("best_fit",))
 _WINDOWS = Setting("sample_order", ("windows",))
 
 CONFLICTS = (
+    # The optimizer
+    *_exclude(
+        _OFFLOADS,
+        (Setting("exp_avg_dtype", other_than("fp32")), Setting("exp_avg_sq_dtype", other_than("fp32"))),
+        ": offloaded moments are in fp32; remove one",
+    ),
     # The layout
     *_exclude(
         _AUTO_LAYOUT, "fp8_format", ", whose speed cannot be planned: pass the layout, or remove --fp8-format"

@@ -41,6 +41,11 @@ SPECS = {
     "replicated": ParameterSpec((5,), mean=1.0, decay=False),
 }
 CONFIG = OptimizerConfig(lr=0.1, clip_grad=0.5)
+ROUNDED = (
+    OptimizerConfig(lr=0.1, clip_grad=0.5, exp_avg_dtype="fp8", exp_avg_sq_dtype="bf16"),
+    OptimizerConfig(lr=0.1, clip_grad=0.5, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16"),
+    OptimizerConfig(lr=0.1, clip_grad=0.5, exp_avg_dtype="fp8"),
+)
 SAME = {"rtol": 1e-11, "atol": 1e-13}
 
 
@@ -78,7 +83,7 @@ class Net(nn.Module):
 class Training:
     """The net and its optimizer on this rank."""
 
-    def __init__(self, topology: Topology, zero_stage: int) -> None:
+    def __init__(self, topology: Topology, zero_stage: int, config: OptimizerConfig) -> None:
         self.topology = topology
         self.net = Net(LayerContext(topology, torch.float64, has_memory=zero_stage < 3))
         if zero_stage < 3:
@@ -87,11 +92,12 @@ class Training:
         self.optimizer = Optimizer(
             self.net.named_parameters(),
             None,
-            CONFIG,
+            config,
             ParallelConfig(zero_stage=zero_stage, ddp_bucket_size=10),
             topology,
             torch.float64,
             [ChunkModules(self.net, [], units)],
+            seed=7,
         )
         self.optimizer.initialize_main(3)
 
@@ -117,29 +123,51 @@ class Training:
         weights = {f"model.{name}": part for name, part in self.optimizer.weights().items()}
         return weights | {f"optimizer.{name}": part for name, part in self.optimizer.state().items()}
 
+    def load(self, folder: Path) -> Tensors:
+        """Load a checkpoint; return its tensors."""
+        tensors = self.tensors()
+        assert load_checkpoint(folder, tensors, config_of(folder), self.topology)
+        self.optimizer.seal_state({name.removeprefix("optimizer."): part for name, part in tensors.items()})
+        return tensors
 
-def train(topology: Topology, zero_stage: int, folder: Path) -> Run:
+
+def train(topology: Topology, zero_stage: int, folder: Path, config: OptimizerConfig = CONFIG) -> Run:
     """Train three steps, and save before the third."""
-    training = Training(topology, zero_stage)
+    training = Training(topology, zero_stage, config)
     first = training.full()
     steps = [training.step(), training.step()]
     save_checkpoint(folder, TrainingProgress(2, 16), training.tensors(), config_of(folder), topology)
     return Run([*steps, training.step()], first, training.full())
 
 
-def load_and_train(topology: Topology, zero_stage: int, folders: list[Path]) -> list[Run]:
+def load_and_train(
+    topology: Topology, zero_stage: int, folders: list[Path], config: OptimizerConfig = CONFIG
+) -> list[Run]:
     """Take the third step from each checkpoint."""
     runs = []
     for folder in folders:
-        training = Training(topology, zero_stage)
-        assert load_checkpoint(folder, training.tensors(), config_of(folder), topology)
+        training = Training(topology, zero_stage, config)
+        training.load(folder)
         first = training.full()
         runs.append(Run([training.step()], first, training.full()))
     return runs
 
 
-def train_and_load(topology: Topology, zero_stage: int, folder: Path, other: Path) -> tuple[Run, list[Run]]:
-    return train(topology, zero_stage, folder), load_and_train(topology, zero_stage, [other])
+def train_and_load(
+    topology: Topology, zero_stage: int, folder: Path, other: Path, config: OptimizerConfig = CONFIG
+) -> tuple[Run, list[Run]]:
+    return (
+        train(topology, zero_stage, folder, config),
+        load_and_train(topology, zero_stage, [other], config),
+    )
+
+
+def moments_in(
+    topology: Topology, zero_stage: int, folder: Path, config: OptimizerConfig
+) -> dict[str, torch.Tensor]:
+    """The moments in a checkpoint, on one rank that has them all."""
+    tensors = Training(topology, zero_stage, config).load(folder)
+    return {name: part.tensor for name, part in tensors.items() if ".exp_avg" in name}
 
 
 class Placing(NamedTuple):
@@ -207,6 +235,39 @@ def test_the_training_is_that_of_one_rank(
         check_last_step(loaded, expected)
     ((back,),) = run_in(ONE, load_and_train, [tmp_path])
     check_last_step(back, expected)
+
+
+@pytest.mark.parametrize(
+    ("placing", "config"),
+    [
+        (PLACINGS[3], ROUNDED[0]),
+        *(
+            pytest.param(placing, config, marks=pytest.mark.slow)
+            for placing in PLACINGS
+            for config in ROUNDED
+            if (placing, config) != (PLACINGS[3], ROUNDED[0])
+        ),
+    ],
+    ids=str,
+)
+def test_rounded_moments_are_those_of_one_rank(
+    placing: Placing, config: OptimizerConfig, tmp_path: Path
+) -> None:
+    """Bit by bit after two steps; and each takes the third step from the checkpoint of the other."""
+    alone, here = tmp_path / "alone", tmp_path / "here"
+    (expected,) = run_in(ONE, train, alone, config)
+    for found, (loaded,) in run_in(placing, train_and_load, here, alone, config):
+        check_last_step(found, expected)
+        check_last_step(loaded, expected)
+    ((back,),) = run_in(ONE, load_and_train, [here], config)
+    check_last_step(back, expected)
+    ((own,), (other,)) = (run_in(ONE, moments_in, folder, config) for folder in (alone, here))
+    assert own.keys() == other.keys() and len(own) == 2 * len(SPECS)
+    for name in own:
+        torch.testing.assert_close(
+            own[name], other[name], rtol=0 if own[name].dtype == torch.bfloat16 else 1e-13, atol=0
+        )
+    assert own["optimizer.two_dims.exp_avg"].dtype == torch.bfloat16
 
 
 @pytest.mark.slow

@@ -186,6 +186,29 @@ def test_another_precision_and_back(
     assert taken.losses == pytest.approx(back.losses, rel=2e-2)
 
 
+def test_moments_of_other_dtypes_and_back(tmp_path: Path, saved_as) -> None:
+    """From fp32 to fp8 at ZeRO stage 1, then bit by bit to another layout, and to fp32."""
+    folder, saved = saved_as("bf16")
+    fp8 = {"exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "bf16", "allow_settings_change": False}
+    taken = taken_by(run_of(folder, DP2_ZERO1, save=str(tmp_path), **fp8), saves=True)
+    num_changed = 0
+    for name, moment in moments_of(saved).items():
+        found = taken.tensors[name]
+        assert found.dtype == torch.bfloat16
+        if name.endswith(".exp_avg_sq"):
+            assert torch.equal(found, moment.bfloat16())
+            continue
+        root = taken.tensors[name + "_sq"].float().sqrt()
+        error = (found.float() - moment).abs()
+        assert (error <= moment.abs() / 7 + root * 2.0**-12 + 1e-18).all()
+        num_changed += int((error > 0).sum())
+    assert num_changed > 1000
+    again = taken_by(run_of(tmp_path, PP2, **fp8))
+    assert_moments(again.tensors, taken.tensors)
+    assert again.losses == pytest.approx(taken.losses, rel=1e-3)
+    assert_moments(taken_by(run_of(tmp_path, TP2, allow_settings_change=False)).tensors, taken.tensors)
+
+
 @pytest.mark.parametrize(
     ("before", "after", "layout"),
     [

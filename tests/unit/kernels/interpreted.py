@@ -20,7 +20,7 @@ def main(arguments: Sequence[str]) -> int:
     pose = types.ModuleType("megalite.kernels._C")
     pose.capability = lambda: "Triton's interpreter"  # type: ignore[attr-defined]
     sys.modules[pose.__name__] = pose
-    from megalite.kernels import dropout_add, softmax, token_rows
+    from megalite.kernels import dropout_add, moments, softmax, token_rows
     from megalite.kernels.dropout import launch as launch_dropout
     from megalite.kernels.flash_attention import (
         SIZES,
@@ -52,6 +52,7 @@ def main(arguments: Sequence[str]) -> int:
         "flash_attention_backward": launch_backward,
         "recurrence": launch_recurrence,
         "recurrence_backward": launch_recurrence_backward,
+        "round_moments_": moments.launch,
         "sum_rows": token_rows.launch_sum,
     }.items():
         library.impl(name, function, "CPU")

@@ -15,6 +15,7 @@ from benchmarks.triton_kernels import (
     only_compiled,
     run_dropout,
     run_dropout_backward,
+    run_moments,
     run_softmax,
     run_token_rows,
     sizes_for,
@@ -85,7 +86,7 @@ def test_no_kernel_reads_a_register_without_a_value(is_delta: bool, key_dim: int
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("run", [run_dropout, run_dropout_backward, run_softmax])
+@pytest.mark.parametrize("run", [run_dropout, run_dropout_backward, run_moments, run_softmax])
 def test_one_kernel_without_spills_serves_all_keys(run: Callable[..., None], dtype: torch.dtype) -> None:
     found = []
     for key, base in ((-7, 0), (1, 16), (2**63 - 1, 2**34), (16, 8)):

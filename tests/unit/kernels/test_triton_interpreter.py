@@ -13,6 +13,7 @@ SHORT = {
     "flash_attention": "(everything and (sides or slice or rows)) or (drops and 37) or skips or sees_no_key",
     "recurrence": "documents and not mamba",
     "token_rows": "float32 and 37",
+    "moments": "operator and 127",
 }
 LONG = {
     "dropout": "(equals and 127 and torch.float64) or (16_bit and torch.float16)",
@@ -21,6 +22,7 @@ LONG = {
     "flash_attention": "test",
     "recurrence": "test",
     "token_rows": "not bfloat16",
+    "moments": "operator",
 }
 """Tests of each operator: not those in bf16, to which the interpreter truncates."""
 

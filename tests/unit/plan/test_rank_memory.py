@@ -330,3 +330,19 @@ def test_muon_saves_the_second_moments_that_a_dry_run_lacks(layout: str) -> None
     saved = planned[0] - planned[1]
     assert saved == 4 * 4 * 12 * GPT.hidden_size**2 / 2
     assert moments[0] - moments[1] == pytest.approx(saved, rel=0.01)  # with padding
+
+
+def test_rounded_moments_have_the_bytes_of_a_dry_run() -> None:
+    moments, planned = [], []
+    for dtypes in ({}, {"exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "bf16"}):
+        config = Config(
+            model=replace(GPT, params_dtype="bf16", num_layers=4),
+            optimizer=OptimizerConfig(**dtypes),
+            data=DataConfig(mock_data=True),
+            training=TrainingConfig(train_iters=1, micro_batch_size=1, global_batch_size=1),
+        )
+        moments.append(dry_run_of(config, 1, 0).counts.buffers.moments)
+        run = run_of(config.model, 1, 1)
+        planned.append(rank_memories(replace(run, config=config))[0].optimizer)
+    assert moments[1] * 8 == moments[0] * 3
+    assert planned[0] - planned[1] == pytest.approx(moments[0] - moments[1], rel=0.01)  # with padding
