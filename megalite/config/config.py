@@ -100,6 +100,11 @@ class Config:
         seconds = self.training.hang_timeout
         return self.parallel.distributed_timeout_minutes * 60 / 2 if seconds is None else seconds
 
+    @property
+    def depends_on_micro_batch(self) -> bool:
+        """Return whether another micro-batch size trains another run."""
+        return self.model.depends_on_micro_batch or self.training.depends_on_micro_batch
+
     def num_iterations(self, dp: int) -> int:
         """Return the optimizer steps of the whole run over `dp` replicas."""
         if self.training.train_samples is not None:
@@ -173,9 +178,8 @@ def layout_source(config: Config, set_fields: Collection[str]) -> Literal["auto"
     """
     if config.parallel.layout is not None:
         return config.parallel.layout
-    # Rates of 8-bit GEMMs are not known, so such a run cannot be planned.
-    can_be_planned = config.training.fp8_format is None
-    return "auto" if can_be_planned and LAYOUT_OPTIONS.isdisjoint(set_fields) else "manual"
+    # Emulated GEMMs are for studies, and are not planned.
+    return "auto" if not config.training.emulate and LAYOUT_OPTIONS.isdisjoint(set_fields) else "manual"
 
 
 def unset_options(config: Config, set_fields: Collection[str]) -> frozenset[str]:

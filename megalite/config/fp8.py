@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar, Literal, NamedTuple
 
 from megalite.config.option import NOT_NEGATIVE, OnResume, Setting, option
@@ -66,6 +66,24 @@ class Fp8Options:
         """Return the format and the recipe for the log: `hybrid, mxfp8, emulated`."""
         emulated = ", emulated" if self.emulate else ""
         return f"{self.fp8_format}, {self.fp8_recipe}{emulated}"
+
+    @property
+    def depends_on_micro_batch(self) -> bool:
+        """Return whether another micro-batch size rounds to other numbers: a scale is of a whole tensor."""
+        return self.fp8_format is not None and self.fp8_recipe not in FP8_BLOCKS
+
+    @property
+    def fp8_copies(self) -> int:
+        """Return the number of 8-bit copies of a weight: one if both its GEMMs have the same blocks."""
+        blocks = FP8_BLOCKS.get(self.fp8_recipe)
+        return 1 if blocks is not None and blocks.size == blocks.weight_rows else 2
+
+    @property
+    def fp8_options(self) -> Fp8Options | None:
+        """Return these options alone; None without 8-bit GEMMs."""
+        if self.fp8_format is None:
+            return None
+        return Fp8Options(**{each.name: getattr(self, each.name) for each in fields(Fp8Options)})
 
     def is_layer_in_fp8(self, number: int, num_layers: int) -> bool:
         """Return whether a layer of a model with this many has 8-bit GEMMs, by its number."""

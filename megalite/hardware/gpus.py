@@ -52,6 +52,10 @@ class Gpu:
         has_triton: whether it can run Triton kernels, which need compute capability 8.0.
         residual_gb: memory of a process outside of tensors: CUDA context, workspaces of libraries, buffers of
             communicators.
+        fp8_tflops, fp4_tflops: dense TFLOP/s of GEMMs in 8 and 4 bits in the data sheet; 0 if there are none.
+            A large GEMM reaches the same share of them as of `tflops`: the fastest in 8 bits has 71% of the
+            peak of an H100, 76% of a B200's, 75% of a B300's and 72% of a GB200's (stas00/ml-engineering,
+            compute/accelerator/README.md).
     """
 
     tflops: float
@@ -69,6 +73,8 @@ class Gpu:
     has_cudnn_attention: bool = False
     has_triton: bool = True
     residual_gb: float = 2.2
+    fp8_tflops: float = 0.0
+    fp4_tflops: float = 0.0
 
     @property
     def memory_bytes(self) -> float:
@@ -79,10 +85,41 @@ class Gpu:
 _V100 = Gpu(125, 32, 900, 80, 150, 6.25, 8, 16e9, product_share=0.82, attention_share=0.31, has_triton=False)
 _A100 = Gpu(312, 80, 2039, 108, 300, 25, 8, 32e9, product_share=0.76, attention_share=0.56)
 _H100 = Gpu(
-    989.4, 80, 3350, 132, 450, 50, 8, 64e9, product_share=0.74, attention_share=0.33, has_cudnn_attention=True
+    *(989.4, 80, 3350, 132, 450, 50, 8, 64e9),
+    product_share=0.74,
+    attention_share=0.33,
+    has_cudnn_attention=True,
+    fp8_tflops=1978.9,
 )
 _B200 = replace(
-    _H100, tflops=2250, memory_gib=180, memory_gbps=8000, num_sms=148, node_gbps=900, product_share=0.70
+    _H100,
+    tflops=2250,
+    memory_gib=180,
+    memory_gbps=8000,
+    num_sms=148,
+    node_gbps=900,
+    product_share=0.70,
+    fp8_tflops=4500,
+    fp4_tflops=9000,
+)
+_MI300X = Gpu(
+    *(1307.4, 192, 5300, 304, 448, 50, 8, 64e9),
+    product_share=0.46,
+    attention_share=0.25,
+    link_share=0.70,
+    fp8_tflops=2614.9,
+)
+_GB200 = replace(
+    _B200,
+    tflops=2500,
+    memory_gib=185,
+    num_sms=152,
+    gpus_per_node=4,
+    host_link_bandwidth=225e9,
+    product_share=0.66,
+    attention_share=0.31,
+    fp8_tflops=5000,
+    fp4_tflops=10000,
 )
 
 GPUS: Mapping[str, Gpu] = {
@@ -99,25 +136,26 @@ GPUS: Mapping[str, Gpu] = {
     "b200": _B200,
     # DGX B300 data sheet: a B200 with 288 GB and 800 Gb/s of network per GPU. The driver reports 275,040
     # MiB. Its fastest GEMM is a B200's (1769 and 1745 TFLOP/s: stas00/ml-engineering,
-    # compute/accelerator/README.md).
-    "b300": replace(_B200, memory_gib=268, network_gbps=100),
+    # compute/accelerator/README.md). HGX B300 data sheet: 108 dense PFLOPS in 4 bits on 8 GPUs.
+    "b300": replace(_B200, memory_gib=268, network_gbps=100, fp4_tflops=13500),
     # GB200 NVL72 data sheet. The driver reports 189,471 MiB and 152 multiprocessors. The node is a tray
     # with 4 GPUs and 400 Gb/s of network each, although NVLink reaches all 72 GPUs of a rack. The fastest
     # GEMM has 73% of the peak, and a B200's 78% (the same source): both shares are smaller by this.
-    "gb200": replace(
-        _B200,
-        tflops=2500,
-        memory_gib=185,
-        num_sms=152,
-        gpus_per_node=4,
-        host_link_bandwidth=225e9,
-        product_share=0.66,
-        attention_share=0.31,
-    ),
+    "gb200": _GB200,
+    # GB300 NVL72 data sheet: a GB200 with 279 GB (a driver reports as many GiB as the data sheets of B200 and
+    # GB200 have GB), 1.5 times the rate in 4 bits, and 800 Gb/s of network per GPU.
+    "gb300": replace(_GB200, memory_gib=278, network_gbps=100, fp4_tflops=15000),
     # L40S data sheet. It has no NVLink: messages take PCIe 4. ECC uses 3 of its 48 GB. The network is that
     # of 8 GPUs in AWS's g6e.48xlarge, 400 Gb/s. The shares are an A100's: no measurement was found.
     "l40s": replace(
-        _A100, tflops=362.05, memory_gib=45, memory_gbps=864, num_sms=142, node_gbps=32, network_gbps=6.25
+        _A100,
+        tflops=362.05,
+        memory_gib=45,
+        memory_gbps=864,
+        num_sms=142,
+        node_gbps=32,
+        network_gbps=6.25,
+        fp8_tflops=733,
     ),
     # NVIDIA Ada GPU Architecture white paper; bf16 GEMMs sum in fp32, at half of the rate of sums in fp16.
     # Messages take PCIe 4: 25.9 GB/s with peer access (tinygrad/open-gpu-kernel-modules, issue 36), which
@@ -133,14 +171,28 @@ GPUS: Mapping[str, Gpu] = {
         node_gbps=32,
         network_gbps=1.5625,
         product_share=0.87,
+        fp8_tflops=330.3,
     ),
     # MI300X data sheet. A compute unit counts as a multiprocessor. 7 links of 64 GB/s go to the other GPUs
     # of the node, one to each; the planner does not know that 2 GPUs share only one. 8 GPUs reach 313 of
     # 448 GB/s (stas00/ml-engineering, network/README.md), and the fastest GEMM 668 TFLOP/s, of which a run
     # gets 0.9, as on a B200. Attention is FlashAttention-2's on an H100: no measurement of its backward was
     # found.
-    "mi300x": Gpu(
-        1307.4, 192, 5300, 304, 448, 50, 8, 64e9, product_share=0.46, attention_share=0.25, link_share=0.70
+    "mi300x": _MI300X,
+    # MI355X data sheet: 256 compute units, 288 GB, and 7 links of 76.5 GB/s, one way. AMD rounds the rates to
+    # 2.5, 5 and 10.1 PFLOPS; these follow from 2.4 GHz and 1024 matrix cores (stas00/ml-engineering,
+    # compute/accelerator/README.md). The fastest GEMM has 1565 TFLOP/s (the same source), of which a run gets
+    # 0.9. The other shares are an MI300X's.
+    "mi355x": replace(
+        _MI300X,
+        tflops=2516.6,
+        memory_gib=288,
+        memory_gbps=8000,
+        num_sms=256,
+        node_gbps=535.5,
+        product_share=0.56,
+        fp8_tflops=5033.2,
+        fp4_tflops=10066.3,
     ),
 }
 """GPUs by the name that ``--gpu`` accepts."""
@@ -188,6 +240,7 @@ _NAMES: tuple[tuple[str, str], ...] = (
     ("B300", "b300"),
     ("B200", "b200"),
     ("GB200", "gb200"),
+    ("GB300", "gb300"),
     ("H100", "h100-80"),
     ("H800", "h800-80"),
     ("A100", "a100-80"),
@@ -196,6 +249,7 @@ _NAMES: tuple[tuple[str, str], ...] = (
     ("L40S", "l40s"),
     ("4090", "rtx4090"),
     ("MI300X", "mi300x"),
+    ("MI355X", "mi355x"),
 )
 """Words in a device's name and its row of `GPUS`; the first match counts."""
 
@@ -212,6 +266,7 @@ _PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
     ("B300", GPUS["b300"].tflops),
     ("B200", GPUS["b200"].tflops),
     ("GB200", GPUS["gb200"].tflops),
+    ("GB300", GPUS["gb300"].tflops),
     ("B100", 1750.0),
     ("H200 NVL", 835.0),
     ("H200", _HOPPER_PEAK),
@@ -231,6 +286,7 @@ _PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
     ("L4", 121.0),
     ("RTX 4090", GPUS["rtx4090"].tflops),
     ("MI300X", GPUS["mi300x"].tflops),
+    ("MI355X", GPUS["mi355x"].tflops),
 )
 """Words in a device's name and its dense bf16 TFLOP/s in the data sheet; the first match counts.
 

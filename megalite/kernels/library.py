@@ -141,6 +141,32 @@ def at_run_time(
     return run
 
 
+def one_operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Let a function be one operator on meta tensors, as on a GPU one kernel computes it.
+
+    What reads the operators of a planned run or a dry run then sees neither its steps nor their temporaries.
+
+    Args:
+        schema: arguments and results; the operator has the function's name.
+        fake: returns results without values.
+    """
+
+    def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
+        name = function.__name__
+        define(name, schema, function, fake)
+        on_paper = getattr(getattr(torch.ops, NAMESPACE), name)
+
+        @functools.wraps(function)
+        def run(*arguments: _P.args, **options: _P.kwargs) -> _R:
+            is_meta = isinstance(arguments[0], Tensor) and arguments[0].is_meta
+            result: _R = (on_paper if is_meta else function)(*arguments, **options)
+            return result
+
+        return run
+
+    return decorate
+
+
 def tag_compile_caches() -> None:
     """Make torch.compile's caches on disk depend on megalite's code.
 

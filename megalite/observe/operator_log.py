@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ from megalite.observe.unit_record import (
     GEMMS,
     MEMORY_BOUND,
     AttentionCall,
+    CastCall,
     CollectiveCall,
     GemmCall,
     JoinedCollective,
@@ -66,7 +67,11 @@ _GEMMS: dict[Any, Callable[..., GemmCall]] = {
     _ATEN.baddbmm_: lambda total, a, b, *_: _bmm(a, b),
     _OURS.add_weight_gradient_: _weight_gradient,
     torch_private.grouped_mm: _grouped_mm,
+    torch_private.scaled_mm_operator: lambda a, b, *_: _mm(a, b),
 }
+_CASTS = {_OURS.amax, _OURS.round_tensor, _OURS.round_in_blocks}
+"""Operators that find the largest magnitude of a GEMM's operand, or round it. One that rounds to a dtype
+but returns what the codes stand for, in the dtype of its argument, has the dtype as its second argument."""
 
 
 def _attention(
@@ -118,10 +123,7 @@ _LAUNCH_NOTHING = {
     _ATEN.new_empty_strided,
     _ATEN.empty_like,
 }
-_GEMM_NAMES = {
-    *(str(packet).replace(".", "::") for packet in _GEMMS),
-    f"aten::{torch_private.scaled_mm.__name__}",  # a record has GEMMs in 16 bits instead
-}
+_GEMM_NAMES = {str(packet).replace(".", "::") for packet in _GEMMS}
 
 
 def recurrence_call(func: Any, args: Sequence[Any]) -> RecurrenceCall | None:
@@ -170,11 +172,15 @@ class OperatorLog(Reader):
 
     Args:
         window: window of the attention that runs, which is not an argument of the operators.
+        weights: parameters; what is computed from them is the same for all microbatches of an iteration.
     """
 
-    def __init__(self, topology: Topology, window: int | None = None) -> None:
+    def __init__(
+        self, topology: Topology, window: int | None = None, weights: Collection[Tensor] = ()
+    ) -> None:
         self._traffic = Traffic(topology)
         self._window = window
+        self._weights = {storage_number(weight.untyped_storage()) for weight in weights}
         self._clear()
 
     def _clear(self) -> None:
@@ -182,6 +188,8 @@ class OperatorLog(Reader):
         self._attention: list[AttentionCall] = []
         self._collectives: list[JoinedCollective] = []
         self._recurrences: list[RecurrenceCall] = []
+        self._casts: list[CastCall] = []
+        self._rounded = _StorageMap()  # bytes per element of the codes that a storage stands for
         self._bytes = self._kernels = self._operators = 0
         self._products = _StorageMap()  # index of the GEMM that made a storage
         self._gathered = _StorageMap()  # (index of its collective, GEMMs before it) for a gathered storage
@@ -196,6 +204,7 @@ class OperatorLog(Reader):
             self._operators,
             tuple(self._collectives),
             tuple(self._recurrences),
+            tuple(self._casts),
         )
         self._clear()
         return found
@@ -212,14 +221,28 @@ class OperatorLog(Reader):
             self._attention.append(call._replace(window=self._window))
         elif recurrence := recurrence_call(func, args):
             self._recurrences.append(recurrence)
+        elif packet in _CASTS:
+            self._add_cast(packet, args, out)
         elif packet not in _LAUNCH_NOTHING and not _is_view(func, args, out):
             self._kernels += 1
             read = (args, kwargs) if packet is not _ATEN.embedding else (args[1], out)
             written = tensors_in(out) or _overwritten(func, args)
             self._bytes += sum(map(_num_bytes, tensors_in(read))) + sum(map(_num_bytes, written))
 
+    def _add_cast(self, packet: Any, args: Sequence[Any], out: Tensor) -> None:
+        x, num_bytes = args[0], float(_num_bytes(out))
+        of_weight = storage_number(x.untyped_storage()) in self._weights
+        if packet is _OURS.round_in_blocks:
+            size = 0.5 if "float4" in str(args[1]) else args[1].itemsize
+            num_bytes = size * out.numel()
+            self._rounded.put(out, size)
+        self._casts.append(CastCall(_num_bytes(x) + num_bytes, packet is _OURS.amax, of_weight))
+
     def _add_gemm(self, call: GemmCall, args: Sequence[Any], out: Any) -> None:
         index = len(self._gemms)
+        sizes = [size for operand in tensors_in(args) if (size := self._rounded.get(operand)) is not None]
+        if len(sizes) > 1:  # both factors
+            call = call._replace(element_bytes=max(sizes))
         for operand in tensors_in(args):
             gathered = self._gathered.pop(operand)
             if gathered is not None:
@@ -252,10 +275,16 @@ class _StorageMap:
         storage = tensor.untyped_storage()
         self._known[storage_number(storage)] = weakref.ref(storage), value
 
+    def get(self, tensor: Tensor) -> Any:
+        """Return the value of a tensor's storage; None if there is none."""
+        reference, value = self._known.get(storage_number(tensor.untyped_storage()), (lambda: None, None))
+        return None if reference() is None else value
+
     def pop(self, tensor: Tensor) -> Any:
         """Return the value of a tensor's storage, and forget it; None if there is none."""
-        reference, value = self._known.pop(storage_number(tensor.untyped_storage()), (lambda: None, None))
-        return None if reference() is None else value
+        value = self.get(tensor)
+        self._known.pop(storage_number(tensor.untyped_storage()), None)
+        return value
 
 
 def _num_bytes(tensor: Tensor) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ from megalite.observe.meta_tensors import LiveBytes, meta_tensors, watch_parts
 from megalite.observe.operator_log import OperatorLog
 from megalite.observe.recorder import Reader
 from megalite.observe.unit_record import EMBEDDING, HEAD, INPUT, SavedPart, UnitKey, UnitRecord, WeightRecord
+from megalite.tensor_parallel.fp8 import Fp8Settings
 from megalite.tensor_parallel.matrices import matrices_of
 from megalite.tensor_parallel.parameter_spec import LayerContext, spec_of
 from megalite.tensor_parallel.weight_gradient_store import MainGrad, WeightGradientStore, run_stored
@@ -101,10 +102,18 @@ def _context(key: UnitKey, topology: Topology, store: WeightGradientStore | None
         has_documents=key.has_documents,
         weight_gradient_store=store,
         fuses_weight_gradients=True,
+        fp8=_fp8_settings(key),
         moe_imbalance=key.moe_imbalance,
         cp_comm_type="a2a",  # only recurrent layers are recorded with several ranks, and exchange heads
         moe_token_dispatcher_type=key.moe_token_dispatcher_type,
     )
+
+
+def _fp8_settings(key: UnitKey) -> Fp8Settings | None:
+    options = key.fp8
+    if options is None or options.fp8_format is None:
+        return None
+    return Fp8Settings(options.fp8_format, options.fp8_recipe, rounds_weight_gradients=options.fp8_wgrad)
 
 
 def _core(config: ModelConfig, context: LayerContext) -> StageCore:
@@ -271,7 +280,11 @@ class _Run:
         weights, live = tuple(self._weights(parameters)), self._live
         lasting, before, dtype = live.now, live.by_part.copy(), self._stage.context.dtype
         live.start_peak()
-        with OperatorLog(self._topology, self._window) as log:
+        fp8 = self._stage.context.fp8
+        # The largest magnitudes of weights are known in backward.
+        iteration = nullcontext() if fp8 is None else fp8.weights.iteration(keeps_copies=False)
+        all_weights = list(self._stage.parameters())
+        with iteration, OperatorLog(self._topology, self._window, all_weights) as log:
             with live.part(INPUT):
                 x = torch.empty(*self._shape, dtype=dtype, device="meta", requires_grad=True)
             outputs = function(x)

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from megalite.config import ModelConfig
+from megalite.config.fp8 import Fp8Options
 from megalite.config.parallel import CpCommType
 from megalite.config.recompute import Module
 from megalite.distributed.axes import MODEL
@@ -39,6 +40,7 @@ class UnitKey:
         moe_token_dispatcher_type: how tokens reach experts that are on axes of their own.
         mlp_chunks: number of parts of the sequence in which a layer computes its MLP.
         triton_recurrence: megalite's kernels compute recurrences, as on a GPU; otherwise plain PyTorch.
+        fp8: options of the layer's 8-bit GEMMs; None for GEMMs in the dtype of the model.
         provider: builds the stages of the program's own model; None for the model of the architecture.
     """
 
@@ -60,6 +62,7 @@ class UnitKey:
     mlp_chunks: int = 1
     cp: int = 1
     triton_recurrence: bool = False
+    fp8: Fp8Options | None = None
     provider: Callable[..., Any] | None = None
 
 
@@ -99,6 +102,7 @@ class GemmCall(NamedTuple):
     """``batch`` GEMMs ``[m, k] x [k, n]``.
 
     Attributes:
+        element_bytes: bytes per element of what it multiplies.
         adds: the GEMM adds its result to a sum, as a weight gradient's does with fused accumulation.
     """
 
@@ -106,12 +110,26 @@ class GemmCall(NamedTuple):
     n: int
     k: int
     batch: int
-    element_bytes: int
+    element_bytes: float
     adds: bool = False
 
     @property
     def flops(self) -> int:
         return 2 * self.m * self.n * self.k * self.batch
+
+
+class CastCall(NamedTuple):
+    """Call of the kernels that round an operand of GEMMs to fewer bits, or that find its largest magnitude.
+
+    Attributes:
+        num_bytes: bytes that they read and write.
+        measures: they find the largest magnitude.
+        of_weight: the operand is a weight, which changes only between iterations.
+    """
+
+    num_bytes: float
+    measures: bool
+    of_weight: bool
 
 
 class AttentionCall(NamedTuple):
@@ -293,7 +311,7 @@ class PhaseRecord:
     """Work of one phase.
 
     Attributes:
-        kernel_bytes: bytes that kernels other than GEMMs, attention and recurrences read and write.
+        kernel_bytes: bytes that kernels other than GEMMs, casts, attention and recurrences read and write.
         num_kernels: number of those kernels.
         num_operators: operators that the host dispatches, including those that launch no kernel.
         recurrences: calls of megalite's kernels of recurrences; plain PyTorch is GEMMs and other kernels.
@@ -306,6 +324,7 @@ class PhaseRecord:
     num_operators: int = 0
     collectives: tuple[JoinedCollective, ...] = ()
     recurrences: tuple[RecurrenceCall, ...] = ()
+    casts: tuple[CastCall, ...] = ()
 
 
 class WeightRecord(NamedTuple):
@@ -410,6 +429,7 @@ def _phase(found: dict[str, Any]) -> PhaseRecord:
         gemms=tuple(GemmCall(*each) for each in found.pop("gemms")),
         attention=tuple(AttentionCall(*each) for each in found.pop("attention")),
         recurrences=tuple(RecurrenceCall(*each) for each in found.pop("recurrences")),
+        casts=tuple(CastCall(*each) for each in found.pop("casts")),
         collectives=tuple(
             JoinedCollective(CollectiveCall(*call), gemm, is_hidden)
             for call, gemm, is_hidden in found.pop("collectives")

@@ -176,7 +176,7 @@ def changes(config: Config, world_size: int) -> Iterator[Change]:
     if config.training.fp8_format is not None and config.training.fp8_weight_cache:
         cost = "at the cost of rounding the weights to 8 bits for each microbatch"
         yield _change(config, "fp8", "--no-fp8-weight-cache", cost, fp8_weight_cache=False)
-    if size > 1 and not config.model.depends_on_micro_batch:
+    if size > 1 and not config.depends_on_micro_batch:
         cost, flags = "at the cost of smaller GEMMs", f"--micro-batch-size {size // 2}"
         yield _change(config, "micro-batch", flags, cost, micro_batch_size=size // 2)
     if num_replicas > 1 and parallel.zero_stage < 2:

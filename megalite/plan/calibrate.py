@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from megalite.distributed.topology import Topology
 from megalite.hardware.gpus import Gpu
 from megalite.hardware.host_memory import total_bytes
 from megalite.model.stage import DTYPES
-from megalite.plan.kernel_time import dtype_rate
+from megalite.tensor_parallel.fp8 import E4M3, has_gemms_in_8_bits, in_fp8, scaled_gemm
 
 SECONDS = 0.3
 """Approximate length of each measurement."""
@@ -44,6 +45,7 @@ def measured_gpu(dtype: str, is_quick: bool = False) -> Gpu:
         gemm = _gemm_rate(device, kind, is_quick)
         attention = _attention_rate(device, kind, is_quick)
         copy = _copy_rate(device, is_quick)
+        gemm_in_8_bits = _gemm_rate_in_8_bits(device, is_quick)
     finally:
         torch.set_num_threads(num_threads)
     ranks, num_sms = len(os.sched_getaffinity(0)), 1
@@ -53,7 +55,7 @@ def measured_gpu(dtype: str, is_quick: bool = False) -> Gpu:
         ranks, num_sms = torch.cuda.device_count(), properties.multi_processor_count
         memory_bytes = float(properties.total_memory)
     link = _link_gbps(device, ranks, copy)
-    rate = gemm / dtype_rate(kind.itemsize)
+    rate = gemm if kind.itemsize == 2 else gemm / (0.5 if kind.itemsize == 4 else 0.06)
     return Gpu(
         tflops=rate / 1e12,
         memory_gib=memory_bytes / 2**30,
@@ -68,6 +70,7 @@ def measured_gpu(dtype: str, is_quick: bool = False) -> Gpu:
         memory_share=1.0,
         link_share=1.0,
         residual_gb=2.2 if device.type == "cuda" else 0.4,
+        fp8_tflops=gemm_in_8_bits / 1e12,
     )
 
 
@@ -110,6 +113,16 @@ def _gemm_rate(device: torch.device, dtype: torch.dtype, is_quick: bool) -> floa
     size = 256 if is_quick else 8192 if device.type == "cuda" else 1024
     x = torch.randn(size, size, device=device).to(dtype)
     return _rate(2.0 * size**3, lambda: x @ x, device, is_quick)
+
+
+def _gemm_rate_in_8_bits(device: torch.device, is_quick: bool) -> float:
+    """Return the FLOPs per second of GEMMs in 8 bits; 0 on a device without them."""
+    if not has_gemms_in_8_bits(device):
+        return 0.0
+    size = 256 if is_quick else 8192
+    x = in_fp8(torch.randn(size, size, device=device), E4M3, torch.full((), 8.0, device=device))
+    multiply = partial(scaled_gemm, x, x, None, torch.bfloat16, is_fast=True)
+    return _rate(2.0 * size**3, multiply, device, is_quick)
 
 
 def _attention_rate(device: torch.device, dtype: torch.dtype, is_quick: bool) -> float:

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from megalite.config.parallel import CP_COMM_PROPERTIES
 from megalite.hardware.gpus import Gpu
-from megalite.observe.unit_record import AttentionCall, RecurrenceCall
+from megalite.observe.unit_record import AttentionCall, CastCall, RecurrenceCall
 from megalite.plan.planned_run import FusedKernel, PlannedRun
 
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (128, 64, 0.75), (64, 64, 0.55))
@@ -25,23 +25,25 @@ KERNEL_SECONDS = 4e-6
 
 
 @lru_cache(maxsize=4096)
-def gemm_seconds(gpu: Gpu, m: int, n: int, k: int, batch: int = 1, element_bytes: int = 2) -> float:
+def gemm_seconds(gpu: Gpu, m: int, n: int, k: int, batch: int = 1, element_bytes: float = 2) -> float:
     """Return the seconds of ``batch`` GEMMs ``[m, k] x [k, n]``.
 
     Tiles of the output are distributed over the multiprocessors in waves, and the last wave takes as long as
     a full one. The library selects the fastest of several tile sizes. Memory bandwidth is a lower bound.
+    Operands of fewer bits give results of 16 bits.
     """
-    full = gpu.tflops * 1e12 * gpu.product_share * alignment_rate(n, k) * dtype_rate(element_bytes)
+    full = gpu.tflops * 1e12 * gpu.product_share * alignment_rate(n, k) * dtype_rate(gpu, element_bytes)
+    result_bytes = max(2, element_bytes)
     candidates = []
     for rows, columns, share in TILES:
         waves = math.ceil(math.ceil(m / rows) * math.ceil(n / columns) * batch / gpu.num_sms)
         multiplying = 2 * rows * columns * k * gpu.num_sms / (full * share)
-        candidates.append(waves * (multiplying + _tile_overhead(gpu, rows * columns * element_bytes)))
-    moved = element_bytes * batch * (m * k + k * n + m * n)
+        candidates.append(waves * (multiplying + _tile_overhead(gpu, rows * columns * result_bytes)))
+    moved = batch * (element_bytes * (m * k + k * n) + result_bytes * m * n)
     return max(min(candidates), moved / memory_bandwidth(gpu)) + KERNEL_SECONDS
 
 
-def _tile_overhead(gpu: Gpu, num_bytes: int) -> float:
+def _tile_overhead(gpu: Gpu, num_bytes: float) -> float:
     """Return the seconds at the start and end of a tile in which its multiprocessor multiplies nothing.
 
     It waits for the first operands, and writes the tile's `num_bytes` with its share of the memory bandwidth.
@@ -56,9 +58,14 @@ def alignment_rate(*row_lengths: int) -> float:
     return BROKEN_LINE_RATE if any(length % WHOLE_LINES for length in row_lengths) else 1.0
 
 
-def dtype_rate(element_bytes: int) -> float:
-    """Return the rate relative to the 16-bit rate: half for 32 bits (TF32), very little for 64 bits."""
-    return {2: 1.0, 4: 0.5}.get(element_bytes, 0.06)
+def dtype_rate(gpu: Gpu, element_bytes: float) -> float:
+    """Return the rate relative to the 16-bit rate: half for 32 bits (TF32), very little for 64 bits.
+
+    A GPU whose rate in 8 or 4 bits is not known has twice the rate of twice the bits.
+    """
+    in_8_bits = gpu.fp8_tflops / gpu.tflops or 2.0
+    in_4_bits = gpu.fp4_tflops / gpu.tflops or 2 * in_8_bits
+    return {0.5: in_4_bits, 1: in_8_bits, 2: 1.0, 4: 0.5}.get(element_bytes, 0.06)
 
 
 def memory_bandwidth(gpu: Gpu) -> float:
@@ -69,6 +76,19 @@ def memory_bandwidth(gpu: Gpu) -> float:
 def memory_seconds(run: PlannedRun, num_bytes: float) -> float:
     """Return the seconds to read or write this many bytes of GPU memory."""
     return num_bytes / memory_bandwidth(run.cluster.gpu)
+
+
+CAST_RATE = 0.48
+"""Bandwidth of the kernels that round operands of GEMMs or find their largest magnitudes, relative to other
+memory-bound kernels: 1.26 and 1.31 TB/s in the two runs with `--fp8` of docs/plan.md, on an H100."""
+KERNELS_TO_MEASURE = 2
+"""Kernels that find the largest magnitude of a tensor: maxima of parts, and the largest of these."""
+
+
+def cast_seconds(gpu: Gpu, call: CastCall) -> float:
+    """Return the seconds to round an operand of GEMMs, or to find its largest magnitude."""
+    num_kernels = KERNELS_TO_MEASURE if call.measures else 1
+    return call.num_bytes / (memory_bandwidth(gpu) * CAST_RATE) + num_kernels * KERNEL_SECONDS
 
 
 SCORES_IN_FORWARD, SCORES_IN_BACKWARD = 4.5, 6.0

@@ -22,12 +22,22 @@ from megalite.observe.unit_record import (
 )
 from megalite.pipeline.simulator import pairs_of_rank
 from megalite.plan.communication import CONTENTION, Group
-from megalite.plan.kernel_time import attention_seconds, gemm_seconds, memory_seconds, recurrence_seconds
-from megalite.plan.planned_run import PlannedRun
+from megalite.plan.kernel_time import (
+    attention_seconds,
+    cast_seconds,
+    gemm_seconds,
+    memory_seconds,
+    recurrence_seconds,
+)
+from megalite.plan.planned_run import WEIGHT_CASTS, PlannedRun
 
 OPERATOR_SECONDS = 4.7e-6
 """Host time per operator, with operators that launch no kernel, such as views. The host runs ahead of the
 GPU, so only shorter kernels wait for it."""
+CAST_OPERATOR_SECONDS = 330e-6
+"""Host time to round an operand of GEMMs or to find its largest magnitude: a call of a function that
+torch.compile has compiled, and what is computed from the magnitude. Chosen with the run of GPT-1.3B with
+`--fp8` in docs/plan.md, in which the host is too slow."""
 
 
 class WorkSeconds(NamedTuple):
@@ -114,19 +124,24 @@ def unit_work(run: PlannedRun, unit: UnitRecord) -> MicrobatchWork:
 
 
 def phase_work(run: PlannedRun, phase: PhaseRecord, name: Phase) -> WorkSeconds:
-    """Return the work of one phase of a unit."""
+    """Return the work of one phase of a unit, in the mean over the microbatches of an iteration."""
+    casts = [(cast, run.cast_share(cast)) for cast in phase.casts]
     attention = [attention_seconds(run, call) for call in phase.attention]
     work = WorkSeconds(
         gemms=sum(_gemm(run, gemm) for gemm in phase.gemms),
         attention=sum(attention),
         memory_bound=memory_seconds(run, phase.kernel_bytes)
+        + sum(share * cast_seconds(run.cluster.gpu, cast) for cast, share in casts)
         + sum(recurrence_seconds(run.cluster.gpu, call) for call in phase.recurrences),
         tp=sum(tp_seconds(run, phase, name)),
         cp=sum(attention_messages(run, *each) for each in zip(phase.attention, attention, strict=True))
         + recurrence_messages(run, phase),
         ep=ep_seconds(run, phase),
     )
-    return work._replace(launch=max(0.0, phase.num_operators * OPERATOR_SECONDS - work.seconds))
+    host = phase.num_operators * OPERATOR_SECONDS
+    if not run.compiles_gemms:
+        host += sum(share * CAST_OPERATOR_SECONDS for _, share in casts)
+    return work._replace(launch=max(0.0, host - work.seconds))
 
 
 def _gemm(run: PlannedRun, gemm: GemmCall) -> float:
@@ -334,6 +349,8 @@ def work_key(run: PlannedRun) -> tuple[Hashable, ...]:
         _sum_bytes(run),
         run.kernels,
         run.stops_recomputing,
+        run.compiles_gemms,
+        *map(run.cast_share, WEIGHT_CASTS),
     )
 
 

@@ -291,7 +291,7 @@ def _micro_batches(request: Request, run: PlannedRun) -> list[dict[str, Any]]:
 
     With several samples in a microbatch, smaller microbatches need the same memory without cp.
     """
-    if request.config.model.depends_on_micro_batch:
+    if request.config.depends_on_micro_batch:
         return [{}]
     samples = request.config.training.global_batch_size or 1
     sizes = [2**power for power in range(MAX_MICRO_BATCH.bit_length())] if run.cp == 1 else [1]

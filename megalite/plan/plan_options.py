@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import get_type_hints
 
@@ -129,11 +129,14 @@ def read_calibration(file: str) -> Gpu:
     try:
         figures = parse_json(read_regular(Path(file), _MAX_CALIBRATION_BYTES, follow=True))
         kinds = get_type_hints(Gpu)
-        if not isinstance(figures, dict) or figures.keys() != kinds.keys():
+        may_be_0 = {each.name for each in fields(Gpu) if each.default == 0}
+        if not isinstance(figures, dict) or not kinds.keys() - may_be_0 <= figures.keys() <= kinds.keys():
             raise ValueError("it does not have the figures of a GPU")
         for name, figure in figures.items():
             allowed = (int, float) if kinds[name] is float else (kinds[name],)
-            if type(figure) not in allowed or not (kinds[name] is bool or 0 < figure < float("inf")):
+            if type(figure) not in allowed or not (
+                0 < figure < float("inf") or (figure == 0 and (name in may_be_0 or kinds[name] is bool))
+            ):
                 raise ValueError(f"{name} is {figure!r}")
         return Gpu(**figures)
     except OSError as error:

@@ -32,7 +32,7 @@ from megalite.plan.optimizer_update import (
     updates_under_forward,
 )
 from megalite.plan.plan_options import Scaling
-from megalite.plan.plan_request import Request, read_request, start_command
+from megalite.plan.plan_request import Request, has_gemms, read_request, start_command
 from megalite.plan.planned_run import PlannedRun, run_problems
 from megalite.plan.rank_memory import (
     TIGHT_SHARE,
@@ -70,6 +70,8 @@ NO_COMMAND = (
 )
 _THRIFTY = {"micro_batch_size": 1, "recompute_granularity": "full", "pipeline_schedule": "1f1b"}
 """Options that need the least memory. They suffice to find out whether any layout fits."""
+HOST_BOUND = 0.05
+"""Share of an iteration that a GPU waits for the host's launches from which on a plan warns."""
 _MAX_GROWTH = 1024
 """Largest cluster to try if no layout fits, as a multiple of the requested one."""
 
@@ -179,6 +181,8 @@ def plan_lines(request: Request, plan: RunPlan) -> Iterator[str]:
     yield f"tokens/s       {plan.tokens_per_second:,.0f}"
     yield f"TFLOP/s        {plain(plan.tflops_per_gpu)} per GPU, MFU {plan.mfu:.1%} ({CONVENTION})"
     yield f"bubble         {time.bubble_fraction:.1%} of the time, for the average rank"
+    if time.work.launch > HOST_BOUND * time.seconds:
+        yield from textwrap.wrap(f"warning: {_host_bound(plan)}", 80, break_on_hyphens=False)
     yield from _cost_lines(request, plan)
     yield from _goodput_lines(request, plan)
     yield ""
@@ -287,6 +291,15 @@ def _tight(plan: RunPlan) -> str:
     return (
         f"this layout takes {share:.0%} of a GPU's memory, and plans are typically off by 4 to 8%: it may "
         "run out of memory"
+    )
+
+
+def _host_bound(plan: RunPlan) -> str:
+    training, share = plan.run.config.training, plan.time.work.launch / plan.time.seconds
+    without = "" if training.fp8_format is None else f", or remove --fp8-format {training.fp8_format}"
+    return (
+        f"for {share:.0%} of the time the GPU waits for the host, which launches kernels more slowly than "
+        f"they run: pass a --micro-batch-size above {training.micro_batch_size}{without}"
     )
 
 
@@ -423,7 +436,11 @@ def _remedy(request: Request, smallest: RunPlan, watch: Watch) -> str:
         if search(thrifty, larger, watch).fitting:
             remedies.append(f"--world-size {larger.world_size}")
         growth *= 2
-    kinds = [name for name, gpu in GPUS.items() if gpu.memory_bytes >= smallest.memory_bytes]
+    kinds = [
+        name
+        for name, gpu in GPUS.items()
+        if gpu.memory_bytes >= smallest.memory_bytes and has_gemms(gpu, request.config)
+    ]
     if kinds:
         remedies.append(f"--gpu {' or '.join(kinds)}")
     if not remedies:

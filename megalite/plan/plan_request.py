@@ -19,6 +19,7 @@ from megalite.config import Config, DataConfig
 from megalite.config.arguments import split_tokens
 from megalite.config.config import LAYOUT_FIELDS, LAYOUT_OPTIONS
 from megalite.config.fields import fields_by_flag, with_fields
+from megalite.config.fp8 import FP8_BLOCKS
 from megalite.config.option import flag_with_value
 from megalite.config.parallel import LayoutSource
 from megalite.config.presets import PRESETS
@@ -27,6 +28,7 @@ from megalite.config.stage_layers import num_stages
 from megalite.config.validate import problems_of
 from megalite.frontends.command_line import NEEDED_TO_TRAIN, TRAINED_BY, parse
 from megalite.frontends.tool_parser import ToolParser, positive_int, positive_number
+from megalite.hardware.gpus import GPUS, Gpu
 from megalite.plan.communication import Cluster
 from megalite.plan.estimate import Costs, large
 from megalite.plan.goodput import Reliability
@@ -54,6 +56,9 @@ Accepts all flags of training (megalite train --help lists them), and these:"""
 
 USUAL_LENGTH = 8192
 """Tokens of a sample above which pretraining usually begins with shorter samples."""
+_RATE = "fp8_tflops"
+_RATES = {"nvfp4": "fp4_tflops"}
+"""Figure of a GPU that a recipe of `--fp8-recipe` needs, if it is not `_RATE`."""
 DEFAULT_TOP = 10
 """Rows of a search's table."""
 
@@ -155,6 +160,8 @@ def read_request(arguments: Sequence[str]) -> Request:
     if problems := problems_of(with_any_length(whole), None, {*NEEDED_TO_TRAIN, *searched}):
         raise ConfigError(problems)
     cluster = cluster_of(own, config)
+    if own.search and "micro_batch_size" not in set_fields:
+        notices += _notices_of_microbatches(config)
     if own.calibrate:
         from megalite.plan.calibrate import with_local_defaults  # imports torch
 
@@ -167,7 +174,7 @@ def read_request(arguments: Sequence[str]) -> Request:
         assumed_tokens=assumed_tokens,
         fixed_fields=frozenset(set_fields) | changed_fields(config),
         assumed=assumed,
-        notices=tuple(notices),
+        notices=(*notices, *_notices_of_fp8(config, cluster)),
         top=num_layouts if own.search else None,
         is_json=own.json,
         program=own.program,
@@ -188,6 +195,45 @@ def _notices_of_length(config: Config, presets: Sequence[str]) -> list[str]:
         f"--seq-length {length} is the longest context of --preset {presets[-1]}{batch}: pass --seq-length "
         f"{USUAL_LENGTH // 2} or {USUAL_LENGTH} for usual pretraining"
     ]
+
+
+def _notices_of_microbatches(config: Config) -> list[str]:
+    """Return a line if a search does not change the micro-batch size, which no flag sets."""
+    flag = f"--micro-batch-size {config.training.micro_batch_size}"
+    kept = f"{flag} is kept, because another one trains another run"
+    return [kept] if config.depends_on_micro_batch else []
+
+
+def _notices_of_fp8(config: Config, cluster: Cluster) -> list[str]:
+    """Return what a plan assumes about 8-bit GEMMs.
+
+    Raises:
+        UserError: the GPU has none, or the run emulates them.
+    """
+    training = config.training
+    if training.fp8_format is None:
+        return []
+    flag = f"--fp8-format {training.fp8_format}"
+    if training.emulate:
+        raise UserError(f"{flag} with --emulate cannot be planned: remove --emulate to plan GEMMs in 8 bits")
+    if not has_gemms(cluster.gpu, config):
+        usable = ", ".join(name for name, gpu in GPUS.items() if has_gemms(gpu, config))
+        raise UserError(
+            f"{flag} needs a GPU with such GEMMs: pass --gpu with one of {usable}, or their rate as in "
+            f"--gpu-set {_RATES.get(training.fp8_recipe, _RATE)}=2000"
+        )
+    if training.fp8_recipe not in FP8_BLOCKS:
+        return []
+    return [
+        f"--fp8-recipe {training.fp8_recipe} has no GPU kernels yet: the plan assumes kernels as fast as "
+        "those of tensorwise"
+    ]
+
+
+def has_gemms(gpu: Gpu, config: Config) -> bool:
+    """Return whether a GPU has GEMMs in the run's number of bits."""
+    training = config.training
+    return training.fp8_format is None or getattr(gpu, _RATES.get(training.fp8_recipe, _RATE)) > 0
 
 
 def planning_flags() -> frozenset[str]:
@@ -316,11 +362,6 @@ def _complete(
     Raises:
         UserError: the run cannot be planned.
     """
-    if config.training.fp8_format is not None:
-        raise UserError(
-            f"--fp8-format {config.training.fp8_format} cannot be planned, since the speed of 8-bit GEMMs "
-            "has not been measured: remove it to plan the run in bf16"
-        )
     assumed, tokens = list[str](), list[str]()
     model = config.model
     vocabulary = own.padded_vocab_size or (model.pad_vocab_size_to if model.vocab_size is None else None)

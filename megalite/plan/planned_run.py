@@ -13,7 +13,7 @@ from megalite.config.stage_layers import layers_of_stages, layers_per_stage, sta
 from megalite.config.validate import RULES, Rule, problems_of
 from megalite.distributed.axes import MODEL, MeshSpec
 from megalite.hardware.gpus import Gpu
-from megalite.observe.unit_record import Phase, UnitKey, WeightRecord
+from megalite.observe.unit_record import CastCall, Phase, UnitKey, WeightRecord
 from megalite.pipeline.schedules import SCHEDULES, StageMap
 from megalite.plan.communication import Cluster, Group
 from megalite.plan.units import ModelUnits, RankUnits, Sizes, UnitsKey, units_of
@@ -89,6 +89,10 @@ def _has_flash_blocks(model: ModelConfig) -> bool:
     has_bias |= any(spec is not None and spec.window is not None for spec in attention)
     sizes = {spec.head_dim for spec in model.head_specs}
     return not has_bias and sizes == {model.value_dim} and model.value_dim % 8 == 0
+
+
+WEIGHT_CASTS = tuple(CastCall(0.0, measures, of_weight=True) for measures in (False, True))
+"""The casts that not every microbatch needs."""
 
 
 @dataclass(frozen=True)
@@ -209,6 +213,8 @@ class PlannedRun:
     @property
     def tp_comm_chunks(self) -> int:
         """Return the number of parts in which tensor-parallel collectives overlap with GEMMs."""
+        if self.config.training.fp8_format is not None:
+            return 1  # a scale belongs to all tokens
         return self.config.parallel.tp_comm_chunks(self.tokens, "cuda")
 
     @cached_property
@@ -244,6 +250,24 @@ class PlannedRun:
     @cached_property
     def kernels(self) -> Kernels:
         return kernels_of(self.config, self.cluster.gpu)
+
+    @property
+    def keeps_rounded_weights(self) -> bool:
+        """Return whether an iteration's microbatches share copies of weights in 8 bits."""
+        training = self.config.training
+        if training.fp8_format is None or not training.fp8_weight_cache or self.zero_stage == 3:
+            return False
+        return self.num_microbatches > 1 and not self.compiles_gemms
+
+    @property
+    def compiles_gemms(self) -> bool:
+        """Return whether graphs of torch.compile contain the GEMMs of layers, which keep nothing."""
+        return self.config.training.compile and self.tp == 1 and not self.splits_backward
+
+    def cast_share(self, cast: CastCall) -> float:
+        """Return the share of an iteration's microbatches that round or measure an operand of a GEMM."""
+        is_kept = (cast.measures and not self.compiles_gemms) or self.keeps_rounded_weights
+        return 1 / self.num_microbatches if cast.of_weight and is_kept else 1.0
 
     def exposed_tp_share(self, phase: Phase) -> float:
         """Return the share of tensor-parallel collectives that a phase of a layer waits for.
@@ -315,6 +339,7 @@ class PlannedRun:
             **self._expert_axes,
             mlp_chunks=config.recompute.mlp_chunks,
             triton_recurrence=self.kernels.triton_recurrence,
+            fp8=config.training.fp8_options,
             provider=self.provider,
         )
         parallel = config.parallel

@@ -263,15 +263,15 @@ def _state(run: PlannedRun, units: RankUnits) -> tuple[float, float, float]:
 
 
 def _fp8_copies(run: PlannedRun, units: RankUnits) -> float:
-    """Return the bytes of the two 8-bit copies of each linear layer's weight, if the run keeps them."""
-    training, schedule = run.config.training, SCHEDULES[run.config.parallel.schedule]
-    is_in_graph = training.compile and run.tp == 1 and not schedule.splits_backward
-    if training.fp8_format is None or not training.fp8_weight_cache or is_in_graph:
+    """Return the bytes of the 8-bit copies of each linear layer's weight, if the run keeps them."""
+    if not run.keeps_rounded_weights:
         return 0.0
-    if run.zero_stage == 3 or run.num_microbatches == 1:
-        return 0.0
-    weights = [weight for kind in units.kinds for weight in run.units.layers[kind].weights]
-    return 2.0 * sum(weight.size for weight in weights if weight.is_cut and len(weight.shape) > 1)
+    training, num_layers = run.config.training, run.config.model.num_layers
+    kinds = (kind for kind in units.kinds if training.is_layer_in_fp8(kind, num_layers))
+    weights = [weight for kind in kinds for weight in run.units.layers[kind].weights]
+    return training.fp8_copies * sum(
+        weight.size for weight in weights if weight.is_cut and len(weight.shape) > 1
+    )
 
 
 def _kept_edge(run: PlannedRun, units: RankUnits) -> float:

@@ -9,6 +9,7 @@ from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 from megalite.config import ModelConfig
+from megalite.config.fp8 import Fp8Options
 from megalite.config.model.model_config import padded_vocab_size
 from megalite.config.parallel import CpCommType, CpCommTypes, comm_type_of_layer
 from megalite.observe.records import kinds_of_layers, unit_record
@@ -178,14 +179,16 @@ _NO_EXPERT_AXES: dict[str, Any] = {
 def units_of(key: UnitsKey) -> ModelUnits:
     """Return the records of a run."""
     whole = key.any_unit
-    edge = replace(whole, recomputed_modules=(), recomputes_head=False, mlp_chunks=1, **_NO_EXPERT_AXES)
+    edge = replace(
+        whole, recomputed_modules=(), recomputes_head=False, mlp_chunks=1, fp8=None, **_NO_EXPERT_AXES
+    )
     head = replace(edge, unit=HEAD)
     if whole.model.mtp_num_layers:
         head = replace(whole, unit=HEAD, cp=_exchanging_ranks(key, whole.model.num_layers))
     one = replace(edge, unit=0, tp=1, micro_batch_size=1, sequence_parallel=False, splits_backward=False)
     any_padding = replace(one.model, pad_vocab_size_to=None)  # any number of ranks accepts it
     recorded = kinds_of_layers(replace(one, model=any_padding, cross_entropy_chunks=1))
-    kinds = _kinds_by_comm_type(recorded, key)
+    kinds = _kinds_by_options(recorded, key)
     layer = replace(whole, cross_entropy_chunks=1, recomputes_head=False)
     return ModelUnits(
         unit_record(replace(edge, unit=EMBEDDING, splits_backward=False, cross_entropy_chunks=1)),
@@ -193,29 +196,41 @@ def units_of(key: UnitsKey) -> ModelUnits:
         kinds,
         {
             kind: _with_all_keys(
-                unit_record(replace(layer, unit=recorded[kind], cp=_exchanging_ranks(key, kind))), key, kind
+                unit_record(
+                    replace(
+                        layer, unit=recorded[kind], cp=_exchanging_ranks(key, kind), fp8=_fp8_of(whole, kind)
+                    )
+                ),
+                key,
+                kind,
             )
             for kind in set(kinds)
         },
     )
 
 
-def _kinds_by_comm_type(kinds: Sequence[int], key: UnitsKey) -> tuple[int, ...]:
-    """Return the kinds of layers: layers with different communication types have different kinds."""
-    if key.cp == 1:
+def _kinds_by_options(kinds: Sequence[int], key: UnitsKey) -> tuple[int, ...]:
+    """Return the kinds of layers, which also differ by their communication type and by 8-bit GEMMs."""
+    whole = key.any_unit
+    if key.cp == 1 and whole.fp8 is None:
         return tuple(kinds)
-    first: dict[tuple[int, CpCommType | None], int] = {}
-    model = key.any_unit.model
-    comm_types = (
-        comm_type_of_layer(key.cp_comm_type, number)
-        if model.layer_spec(number).attention is not None
-        else None
-        for number in range(len(kinds))
-    )
+    first: dict[tuple[int, CpCommType | None, Fp8Options | None], int] = {}
+
+    def comm_type_of(number: int) -> CpCommType | None:
+        has_keys = key.cp > 1 and whole.model.layer_spec(number).attention is not None
+        return comm_type_of_layer(key.cp_comm_type, number) if has_keys else None
+
     return tuple(
-        first.setdefault((kind, comm_type), number)
-        for number, (kind, comm_type) in enumerate(zip(kinds, comm_types, strict=True))
+        first.setdefault((kind, comm_type_of(number), _fp8_of(whole, number)), number)
+        for number, kind in enumerate(kinds)
     )
+
+
+def _fp8_of(key: UnitKey, layer: int) -> Fp8Options | None:
+    """Return `UnitKey.fp8` of a layer by its number: options that do not depend on the number."""
+    if key.fp8 is None or not key.fp8.is_layer_in_fp8(layer, key.model.num_layers):
+        return None
+    return replace(key.fp8, first_last_layers_bf16=False)
 
 
 def _exchanging_ranks(key: UnitsKey, layer: int) -> int:

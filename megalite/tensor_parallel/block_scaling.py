@@ -24,12 +24,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megalite.config.fp8 import FP8_BLOCKS
+from megalite.kernels.library import like_first, one_operator
 from megalite.tensor_parallel.fp8 import E4M3, Fp8Settings
 from megalite.tensor_parallel.gemm import RoundedGemm
 
 _SMALLEST_EXPONENT = -127  # of a scale in 8 bits of exponent
 
 
+@one_operator("(Tensor x, ScalarType dtype, int rows, int columns) -> Tensor", like_first)
 def round_in_blocks(x: Tensor, dtype: torch.dtype, rows: int, columns: int) -> Tensor:
     """Round each block of ``[..., n, k]`` to 8 bits; return what the codes stand for, in the dtype of `x`.
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from megalite.config import TrainingConfig
 from megalite.distributed.axis import Axis
 from megalite.distributed.collectives import all_reduce
-from megalite.kernels.library import at_run_time
+from megalite.kernels.library import at_run_time, one_operator
 from megalite.tensor_parallel.gemm import RoundedGemm
 from megalite.utils.errors import UserError
 from megalite.utils.torch_private import scaled_mm, storage_number, unsafe_view
@@ -46,14 +46,19 @@ class Fp8(NamedTuple):
     scale: Tensor
 
 
+@one_operator("(Tensor x) -> Tensor", lambda x: x.new_empty((), dtype=torch.float32))
 @at_run_time
 def amax(x: Tensor) -> Tensor:
     """Return the largest magnitude in a tensor, an fp32 scalar; NaN if the tensor contains NaN."""
     return x.detach().abs().amax().float()
 
 
+@one_operator(
+    "(Tensor x, Tensor factor, ScalarType dtype) -> Tensor",
+    lambda x, factor, dtype: x.new_empty(x.shape, dtype=dtype),
+)
 @at_run_time
-def _rounded(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+def round_tensor(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``x * factor`` in 8 bits, contiguous, in one pass over `x` on a GPU."""
     top = torch.finfo(dtype).max
     return (x.float() * factor).clamp(-top, top).to(dtype).contiguous()
@@ -67,7 +72,7 @@ def in_fp8(x: Tensor, dtype: torch.dtype, largest: Tensor) -> Fp8:
     """
     scale = largest.clamp_min(_SMALLEST) / torch.finfo(dtype).max
     # Multiply: a compiler may round a division of each element differently.
-    return Fp8(_rounded(x, scale.reciprocal(), dtype), scale)
+    return Fp8(round_tensor(x, scale.reciprocal(), dtype), scale)
 
 
 def scaled_gemm(a: Fp8, b: Fp8, bias: Tensor | None, dtype: torch.dtype, *, is_fast: bool) -> Tensor:
@@ -227,6 +232,11 @@ def _with_rows_of(x: Tensor, y: Tensor) -> Tensor:
     return unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
 
 
+def has_gemms_in_8_bits(device: torch.device) -> bool:
+    """Return whether a device multiplies in 8 bits faster than in 16."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _MIN_CAPABILITY
+
+
 def check_device(device: torch.device, training: TrainingConfig) -> None:
     """Check that a device has the GEMMs in 8 bits that a config needs.
 
@@ -242,7 +252,7 @@ def check_device(device: torch.device, training: TrainingConfig) -> None:
             "pass --emulate to compute its numbers with GEMMs in the dtype of the model, or --fp8-recipe "
             "tensorwise"
         )
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= _MIN_CAPABILITY:
+    if has_gemms_in_8_bits(device):
         return
     what = torch.cuda.get_device_name(device) if device.type == "cuda" else f"this run is on {device.type}"
     raise UserError(

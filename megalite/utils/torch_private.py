@@ -39,6 +39,7 @@ fused_adamw_ = torch._fused_adamw_
 
 # The public torch.nn.functional.scaled_mm has no CPU kernel in torch 2.11.
 scaled_mm = torch._scaled_mm
+scaled_mm_operator = torch.ops.aten._scaled_mm
 
 # The operator of the public torch.nn.functional.grouped_mm, as a dispatch mode sees it.
 grouped_mm = torch.ops.aten._grouped_mm

@@ -280,10 +280,10 @@ class Layout:
         Raises:
             ConfigError: the config cannot run in this layout.
         """
-        if config.model.depends_on_micro_batch and self.mbs not in (None, config.training.micro_batch_size):
-            raise ConfigError(
-                ["another micro-batch size trains another run with --moe-router-load-balancing-type aux_loss"]
-            )
+        if config.depends_on_micro_batch and self.mbs not in (None, config.training.micro_batch_size):
+            is_router = config.model.depends_on_micro_batch
+            flag = "--moe-router-load-balancing-type aux_loss" if is_router else "--fp8-recipe tensorwise"
+            raise ConfigError([f"another micro-batch size trains another run with {flag}"])
         options = {name: value for switch in self.switches for name, value in _SWITCHES[switch].items()}
         if "offload" in self.switches:
             options["cpu_offload_activations"] = max(1, config.recompute.cpu_offload_activations)

@@ -71,9 +71,7 @@ CONFLICTS = (
         ": offloaded moments are in fp32; remove one",
     ),
     # The layout
-    *_exclude(
-        _AUTO_LAYOUT, "fp8_format", ", whose speed cannot be planned: pass the layout, or remove --fp8-format"
-    ),
+    *_exclude(_AUTO_LAYOUT, "emulate", ", which cannot be planned: pass the layout, or remove --emulate"),
     *_exclude(
         _AUTO_LAYOUT,
         "dry_run",

@@ -34,7 +34,8 @@ def source(flags: str) -> str:
         ("--use-distributed-optimizer", "manual"),
         ("--recompute-activations", "manual"),
         ("--dp 2", "manual"),
-        ("--bf16 --fp8", "manual"),
+        ("--bf16 --fp8", "auto"),
+        ("--bf16 --fp8 --emulate", "manual"),
     ],
 )
 def test_the_program_chooses_if_no_option_of_the_layout_is_set(flags: str, found: str) -> None:
@@ -74,7 +75,7 @@ def test_a_printed_config_leaves_the_same_options_open(
     ("flags", "message"),
     [
         ("", "--layout auto without --global-batch-size"),
-        ("--global-batch-size 8 --fp8 --bf16", "--layout auto with --fp8-format hybrid"),
+        ("--global-batch-size 8 --fp8 --bf16 --emulate", "--layout auto with --emulate"),
         ("--global-batch-size 8 --dry-run", "--layout auto with --dry-run"),
         ("--global-batch-size 8 --verify-layouts all", "--layout auto with --verify-layouts all"),
         ("--global-batch-size 8 --micro-batch-size 0", "--micro-batch-size 0 is out of range"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from docs.make.blocks import ROOT
-from megalite.hardware.gpus import GPUS, peak_tflops, peak_tflops_of
+from megalite.hardware.gpus import GPUS, gpu_of_device, peak_tflops, peak_tflops_of
 
 
 @pytest.mark.parametrize(
@@ -24,6 +24,8 @@ from megalite.hardware.gpus import GPUS, peak_tflops, peak_tflops_of
         ("NVIDIA L40S", 362.05),
         ("NVIDIA B300 SXM6 AC", 2250),
         ("NVIDIA GB200", 2500),
+        ("NVIDIA GB300", 2500),
+        ("AMD Instinct MI355X", 2516.6),
         ("AMD Instinct MI300X", 1307.4),
         ("NVIDIA GeForce RTX 4090", 165.2),
         ("NVIDIA GeForce RTX 4090 D", None),
@@ -48,3 +50,19 @@ def test_the_page_about_plans_lists_the_table() -> None:
 
 def test_a_cpu_has_no_peak() -> None:
     assert peak_tflops(torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize("name", [name for name, gpu in GPUS.items() if gpu.fp8_tflops])
+def test_peaks_of_fewer_bits_are_dense(name: str) -> None:
+    """A data sheet often names rates with sparsity, which are twice as high."""
+    gpu = GPUS[name]
+    assert gpu.fp8_tflops / gpu.tflops == pytest.approx(2, rel=0.02)
+    assert gpu.fp4_tflops / gpu.tflops in (0, pytest.approx(4, rel=0.01), pytest.approx(6, rel=0.01))
+
+
+@pytest.mark.parametrize("device", ["NVIDIA GB300", "NVIDIA GB200", "AMD Instinct MI355X OAM"])
+def test_a_device_has_its_row(device: str) -> None:
+    gpu = gpu_of_device(device)
+    assert gpu is not None
+    assert gpu.tflops == peak_tflops_of(device)
+    assert device.split()[1 if "AMD" not in device else 2].lower() in GPUS

@@ -64,6 +64,12 @@ def test_one_gpu_takes_large_microbatches() -> None:
     assert config.parallel.layout == "manual"
 
 
+def test_8_bits_keep_the_micro_batch_size_that_their_scales_depend_on() -> None:
+    flags = f"--preset gpt2-124m --bf16 --fp8 {BATCH} 64"
+    assert chosen(flags, 1, H100).training.micro_batch_size == 1
+    assert chosen(f"{flags} --fp8-recipe mxfp8", 1, H100).training.micro_batch_size > 1
+
+
 def test_options_that_are_set_stay() -> None:
     flags = f"--preset llama3-8b --bf16 {BATCH} 64 --micro-batch-size 4 --tp 2 --recompute-granularity full"
     config = chosen(flags, 8, H100)

@@ -233,6 +233,7 @@ def test_backward_of_attention_has_its_arguments_where_records_expect_them(
 
 def test_grouped_gemms_are_recorded_as_a_batch() -> None:
     assert schema_names(torch_private.grouped_mm)[:3] == ["self", "mat2", "offs"]
+    assert schema_names(torch_private.scaled_mm_operator)[:2] == ["self", "mat2"]
     x = torch.empty(24, 16, dtype=torch.bfloat16, device="meta", requires_grad=True)
     weight = torch.empty(4, 8, 16, dtype=torch.bfloat16, device="meta", requires_grad=True)
     ends = torch.empty(4, dtype=torch.int32, device="meta")

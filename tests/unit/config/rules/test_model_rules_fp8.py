@@ -9,8 +9,6 @@ import pytest
 from megalite.config import check_config
 from megalite.config.validate import unused_options
 from megalite.frontends.command_line import parse
-from megalite.plan.plan_request import read_request
-from megalite.utils.errors import UserError
 from tests.command_line import mistakes_of
 
 BASE = "--preset gpt-tiny --vocab-size 128 --mock-data --train-iters 2 --lr 1e-3"
@@ -94,14 +92,6 @@ def test_first_and_last_layers_in_16_bits() -> None:
     flags = "--fp8 --first-last-layers-bf16 --num-layers-at-end-in-bf16 2"
     config, _ = parse(shlex.split(f"{BASE} --bf16 {flags}"))
     assert [config.training.is_layer_in_fp8(number, 6) for number in range(6)] == [0, 1, 1, 1, 0, 0]
-
-
-def test_a_plan_of_it_is_refused_in_a_line() -> None:
-    line = "--gpu h100 --preset gpt-1.3b --global-batch-size 8 --bf16"
-    read_request(shlex.split(line))
-    with pytest.raises(UserError, match="--fp8-format hybrid cannot be planned") as caught:
-        read_request(shlex.split(f"{line} --fp8"))
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

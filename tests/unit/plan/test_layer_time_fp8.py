@@ -1,0 +1,147 @@
+"""The time of GEMMs in 8 bits, of their casts, and of a host that launches kernels too slowly."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megalite.observe.unit_record import GemmCall
+from megalite.plan.estimate import RunPlan
+from megalite.plan.iteration_time import time_iteration
+from megalite.plan.kernel_time import gemm_seconds
+from megalite.plan.layer_time import WorkSeconds, unit_work
+from megalite.plan.plan_report import answer
+from megalite.plan.plan_request import read_request
+from megalite.plan.planned_run import PlannedRun
+from megalite.utils.errors import UserError
+
+LLAMA = (
+    "--gpu h100 --world-size 1 --preset llama3-8b --num-layers 6 --seq-length 8192 --micro-batch-size 1 "
+    "--global-batch-size 1 --bf16"
+)
+GPT = (
+    "--gpu h100 --world-size 1 --preset gpt-1.3b --hidden-dropout 0 --attention-dropout 0 "
+    "--micro-batch-size 8 --global-batch-size 8 --bf16"
+)
+SMALL = (
+    "--gpu h100 --world-size 8 --num-layers 4 --hidden-size 1024 --num-attention-heads 8 --seq-length 1024 "
+    "--padded-vocab-size 1024 --bf16 --fp8 --attention-dropout 0"
+)
+
+
+def run_of(flags: str) -> PlannedRun:
+    return read_request(flags.split()).planned_run()
+
+
+def work_of(flags: str) -> WorkSeconds:
+    return time_iteration(run_of(flags)).work
+
+
+@pytest.mark.parametrize(
+    ("flags", "measured"),
+    [(LLAMA, 41_639), (f"{LLAMA} --fp8", 42_923), (GPT, 61_494), (f"{GPT} --fp8", 48_793)],
+)
+def test_plans_are_close_to_runs_of_one_h100(flags: str, measured: float) -> None:
+    """Compare tokens/s with the runs in docs/plan.md. The last row was used to choose a constant."""
+    assert RunPlan(run_of(flags)).tokens_per_second == pytest.approx(measured, rel=0.03)
+
+
+def test_the_parts_of_a_step_are_close_to_their_kernels() -> None:
+    """Compare the Llama step with its profile: GEMMs in 16 and 8 bits, and casts."""
+    run, plain = run_of(f"{LLAMA} --fp8"), run_of(LLAMA)
+    (layer,) = run.units.layers.values()
+    gemms = [gemm for phase in layer.phases() for gemm in phase.gemms]
+    in_8_bits = sum(gemm_seconds(run.cluster.gpu, *gemm[:5]) for gemm in gemms if gemm.element_bytes == 1)
+    assert 6 * in_8_bits == pytest.approx(30.4e-3, rel=0.12)
+    assert work_of(f"{LLAMA} --fp8").gemms - 6 * in_8_bits == pytest.approx(63.5e-3, rel=0.15)
+    casts = time_iteration(run).work.memory_bound - time_iteration(plain).work.memory_bound
+    assert casts == pytest.approx(21.9e-3, rel=0.1)
+    assert sum(1 + cast.measures for phase in layer.phases() for cast in phase.casts) == 240 / 6
+
+
+@pytest.mark.parametrize(("gpu", "ratio"), [("h100", 2.0), ("l40s", 733 / 362.05), ("mi355x", 2.0)])
+def test_8_bits_have_the_rate_of_the_data_sheet(gpu: str, ratio: float) -> None:
+    found = read_request(f"{SMALL} --gpu {gpu} --global-batch-size 8".split()).cluster.gpu
+    wide, narrow = (gemm_seconds(found, *[16384] * 3, element_bytes=size) for size in (2, 1))
+    assert wide / narrow == pytest.approx(ratio, rel=0.04)
+
+
+def test_weights_are_rounded_once_per_iteration() -> None:
+    """Compare iterations of 8 microbatches with 8 iterations of one, and without copies of weights."""
+    one, many, again = (
+        work_of(f"{SMALL} --tp 8 --sequence-parallel --micro-batch-size 8 --global-batch-size {flags}")
+        for flags in ("8", "64", "64 --no-fp8-weight-cache")
+    )
+    (layer,) = run_of(f"{SMALL} --tp 8 --sequence-parallel --micro-batch-size 8").units.layers.values()
+    of_weights = [cast for phase in layer.phases() for cast in phase.casts if cast.of_weight]
+    assert len(of_weights) == 3 * 4  # of each linear layer: measured, rounded for both GEMMs
+    assert many.memory_bound < again.memory_bound < 8 * one.memory_bound
+    assert many.gemms == pytest.approx(8 * one.gemms)
+
+
+@pytest.mark.parametrize(
+    ("flags", "in_8_bits", "num_casts"),
+    [
+        ("", 2, 7),
+        ("--fp8-recipe blockwise", 3, 6),
+        ("--fp8-recipe mxfp8", 3, 6),
+        ("--fp8-recipe mxfp8 --no-fp8-wgrad", 2, 4),
+    ],
+)
+def test_a_recipe_rounds_the_operands_of_its_gemms(flags: str, in_8_bits: int, num_casts: int) -> None:
+    (layer,) = run_of(f"{SMALL} --tp 8 --micro-batch-size 8 {flags}").units.layers.values()
+    gemms: list[GemmCall] = [gemm for phase in layer.phases() for gemm in phase.gemms]
+    assert sum(gemm.element_bytes == 1 for gemm in gemms) == 4 * in_8_bits
+    assert len(gemms) == 4 * 3
+    assert sum(len(phase.casts) for phase in layer.phases()) == 4 * num_casts
+    weight_gradients = [gemm for gemm in gemms if gemm.adds]
+    assert all(gemm.element_bytes == (1 if in_8_bits == 3 else 2) for gemm in weight_gradients)
+
+
+def test_first_and_last_layers_are_planned_in_16_bits() -> None:
+    run = run_of(f"{SMALL} --tp 8 --first-last-layers-bf16 --num-layers-at-end-in-bf16 2")
+    plain = run_of(f"{SMALL} --tp 8".replace("--fp8", ""))
+    assert run.units.kinds == (0, 1, 0, 0)
+    assert run.units.layers[0] == plain.units.layers[0]
+    assert unit_work(run, run.units.layers[1]) != unit_work(run, run.units.layers[0])
+    assert run.units.head == plain.units.head
+
+
+def test_weight_gradients_of_experts_are_planned_in_16_bits() -> None:
+    flags = "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 512 --fp8-recipe mxfp8"
+    (layer,) = run_of(f"{SMALL} {flags}").units.layers.values()
+    forward, backward = (
+        sorted(gemm.element_bytes for gemm in phase.gemms if gemm.batch == 8)
+        for phase in (layer.forward, layer.backward)
+    )
+    assert (forward, backward) == ([1, 1], [1, 1, 2, 2])
+
+
+def test_a_plan_warns_of_a_host_that_launches_too_slowly() -> None:
+    text = " ".join(answer(f"{GPT} --fp8".split()))
+    assert "the GPU waits for the host" in text
+    assert "pass a --micro-batch-size above 8" in text
+    for flags in (GPT, f"{LLAMA} --fp8"):
+        assert "waits for the host" not in " ".join(answer(flags.split()))
+
+
+def test_what_has_no_gemms_in_8_bits_is_refused() -> None:
+    with pytest.raises(UserError, match=r"--fp8-format hybrid needs a GPU .* h100-80, .*fp8_tflops=2000"):
+        read_request(SMALL.replace("h100", "a100").split())
+    with pytest.raises(UserError, match="remove --emulate"):
+        read_request(f"{SMALL} --emulate".split())
+    assert read_request(f"{SMALL} --gpu a100 --gpu-set fp8_tflops=600".split()).cluster.gpu.fp8_tflops == 600
+
+
+def test_a_search_keeps_a_micro_batch_size_that_scales_depend_on() -> None:
+    search = "--global-batch-size 64 --search --tp 8 --zero-stage 1 --recompute-granularity full --json"
+    (note,) = read_request(f"{SMALL} {search}".split()).notices
+    assert note.startswith("--micro-batch-size 1 is kept")
+    assert not read_request(f"{SMALL} {search} --fp8-recipe mxfp8 --micro-batch-size 2".split()).notices[1:]
+
+
+def test_a_gpu_without_a_row_has_twice_the_rate_in_8_bits() -> None:
+    gpu = replace(run_of(f"{SMALL} --tp 8").cluster.gpu, fp8_tflops=0.0)
+    wide, narrow = (gemm_seconds(gpu, *[16384] * 3, element_bytes=size) for size in (2, 1))
+    assert wide / narrow == pytest.approx(2.0, rel=0.04)
