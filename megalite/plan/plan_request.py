@@ -56,9 +56,8 @@ Accepts all flags of training (megalite train --help lists them), and these:"""
 
 USUAL_LENGTH = 8192
 """Tokens of a sample above which pretraining usually begins with shorter samples."""
-_RATE = "fp8_tflops"
-_RATES = {"nvfp4": "fp4_tflops"}
-"""Figure of a GPU that a recipe of `--fp8-recipe` needs, if it is not `_RATE`."""
+_RATES = {"tensorwise": "fp8_tflops", "blockwise": "fp8_tflops", "mxfp8": "fp8_tflops"}
+"""Figure of a GPU that each planned recipe of `--fp8-recipe` needs."""
 DEFAULT_TOP = 10
 """Rows of a search's table."""
 
@@ -216,11 +215,15 @@ def _notices_of_fp8(config: Config, cluster: Cluster) -> list[str]:
     flag = f"--fp8-format {training.fp8_format}"
     if training.emulate:
         raise UserError(f"{flag} with --emulate cannot be planned: remove --emulate to plan GEMMs in 8 bits")
+    if training.fp8_recipe not in _RATES:
+        raise UserError(
+            f"--fp8-recipe {training.fp8_recipe} cannot be planned: pass one of {', '.join(_RATES)}"
+        )
     if not has_gemms(cluster.gpu, config):
         usable = ", ".join(name for name, gpu in GPUS.items() if has_gemms(gpu, config))
         raise UserError(
             f"{flag} needs a GPU with such GEMMs: pass --gpu with one of {usable}, or their rate as in "
-            f"--gpu-set {_RATES.get(training.fp8_recipe, _RATE)}=2000"
+            f"--gpu-set {_RATES[training.fp8_recipe]}=2000"
         )
     if training.fp8_recipe not in FP8_BLOCKS:
         return []
@@ -233,7 +236,7 @@ def _notices_of_fp8(config: Config, cluster: Cluster) -> list[str]:
 def has_gemms(gpu: Gpu, config: Config) -> bool:
     """Return whether a GPU has GEMMs in the run's number of bits."""
     training = config.training
-    return training.fp8_format is None or getattr(gpu, _RATES.get(training.fp8_recipe, _RATE)) > 0
+    return training.fp8_format is None or getattr(gpu, _RATES[training.fp8_recipe]) > 0
 
 
 def planning_flags() -> frozenset[str]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megalite.observe.unit_record import GemmCall
+from megalite.plan import plan_request
 from megalite.plan.estimate import RunPlan
 from megalite.plan.iteration_time import time_iteration
 from megalite.plan.kernel_time import gemm_seconds
@@ -132,6 +133,12 @@ def test_what_has_no_gemms_in_8_bits_is_refused() -> None:
     with pytest.raises(UserError, match="remove --emulate"):
         read_request(f"{SMALL} --emulate".split())
     assert read_request(f"{SMALL} --gpu a100 --gpu-set fp8_tflops=600".split()).cluster.gpu.fp8_tflops == 600
+
+
+def test_a_recipe_without_a_row_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(plan_request._RATES, "mxfp8")
+    with pytest.raises(UserError, match="--fp8-recipe mxfp8 cannot be planned: pass one of tensorwise"):
+        read_request(f"{SMALL} --fp8-recipe mxfp8".split())
 
 
 def test_a_search_keeps_a_micro_batch_size_that_scales_depend_on() -> None:
