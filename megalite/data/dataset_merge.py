@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import hashlib
 import json
 import os
 import re
@@ -27,6 +26,7 @@ from megalite.data.sharded_dataset import (
     LIST_SUFFIX,
     ShardEntry,
     ShardList,
+    checksums_of,
     list_path,
     open_dataset,
 )
@@ -43,8 +43,6 @@ _PART = re.compile(r"-(\d{5})-of-(\d{5})(?=_|$)")
 """The number of a part, and the number of parts, in the name of a dataset that --partition wrote."""
 _BLOCK = 1 << 20
 """Number of index entries to write at a time."""
-_LISTED_SEQUENCES = 1 << 10
-"""Number of sequences to read at a time for their checksums."""
 
 
 @dataclass(frozen=True)
@@ -196,7 +194,7 @@ def list_shards(prefixes: Sequence[str], output_prefix: str, overwrite: bool = F
             whole, entries = 0, []
             for number, source in enumerate(sources, 1):
                 log.info("reading %s, shard %d of %d", source.prefix, number, len(sources))
-                checksums, sha256 = _checksums(source)
+                checksums, sha256 = checksums_of(source)
                 stream.write(checksums.tobytes())
                 whole = zlib.crc32(checksums.data, whole)
                 entries.append(_entry(source, folder, sha256))
@@ -221,17 +219,6 @@ def _entry(source: IndexedDataset, folder: str, sha256: str) -> ShardEntry:
         name = os.path.relpath(name, folder) if name.startswith(os.path.join(folder, "")) else name
     sizes = source.num_documents, len(source), source.num_tokens
     return ShardEntry(name, *sizes, sha256, source.files[1].crc32())
-
-
-def _checksums(source: IndexedDataset) -> tuple[npt.NDArray[np.uint32], str]:
-    """Return the CRC-32 of each sequence, and the SHA-256 of the .bin."""
-    checksums, digest = np.empty(len(source), "<u4"), hashlib.sha256()
-    for first in range(0, len(source), _LISTED_SEQUENCES):
-        sequences = range(first, min(first + _LISTED_SEQUENCES, len(source)))
-        for sequence, tokens in zip(sequences, source.read(sequences), strict=True):
-            digest.update(tokens.data)
-            checksums[sequence] = zlib.crc32(tokens.data)
-    return checksums, digest.hexdigest()
 
 
 def _check_types(sources: Sequence[IndexedDataset]) -> None:

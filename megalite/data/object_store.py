@@ -78,9 +78,7 @@ def find_objects(url: str) -> list[str]:
         files, pattern = fsspec_store(url)
         with _named_errors(url):
             found = files.glob(pattern, detail=True)
-        return sorted(
-            f"{scheme}://{name.lstrip('/')}" for name, info in found.items() if info["type"] == "file"
-        )
+        return sorted(f"{scheme}://{name}" for name, info in found.items() if info["type"] == "file")
     from fsspec.utils import glob_translate
 
     bucket, _, pattern = url.removeprefix("s3://").partition("/")
@@ -145,7 +143,9 @@ class _FsspecObject:
         self._files, self._path = fsspec_store(url)
         with _named_errors(url):
             info = self._files.info(self._path)
-        if info.get("size") is None or info.get("type", "file") != "file":
+        if info.get("type", "file") != "file":
+            raise FileNotFoundError(url)
+        if info.get("size") is None:
             raise UserError(f"cannot read {url}: it is not a file of known size")
         self.size = int(info["size"])
         self.version = self._find_version()

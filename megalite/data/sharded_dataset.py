@@ -7,8 +7,10 @@ do not depend on how many shards the corpus has: they are those of the shards me
 
 from __future__ import annotations
 
+import hashlib
 import os
 import zlib
+from bisect import bisect_right
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megalite.data.indexed_dataset import DTYPE_CODES, Entries, IndexedDataset, sequence_lengths
+from megalite.data.indexed_dataset import DTYPE_CODES, Entries, IndexedDataset, blocks_of, sequence_lengths
 from megalite.data.storage import CACHE_BYTES, FileRange, MappedBytes, exists, open_bytes, read_small
 from megalite.utils.errors import UserError
 from megalite.utils.files import parse_json
@@ -27,8 +29,8 @@ LIST_SUFFIX = ".shards.json"
 CHECKSUM_SUFFIX = ".shards.crc32"
 FORMAT = 1
 """Version of the list; a newer one is refused."""
-_CHECKED_SEQUENCES = 1 << 10
-"""Number of sequences to read at a time for their checksums."""
+_CHECKED_BYTES = 32 << 20
+"""Bytes to read at a time for checksums."""
 _NUM_OPENERS = 16
 """Number of shards to open at a time: in object storage, each takes several requests."""
 
@@ -176,6 +178,27 @@ class JoinedArray:
         return joined if dtype is None else joined.astype(dtype, copy=False)
 
 
+def checksums_of(shard: IndexedDataset) -> tuple[npt.NDArray[np.uint32], str]:
+    """Return the CRC-32 of each sequence, and the SHA-256 of the .bin."""
+    checksums, digest = [], hashlib.sha256()
+    size = shard.dtype.itemsize
+    for lengths, starts in zip(
+        blocks_of(shard.sequence_lengths), blocks_of(shard.sequence_offsets), strict=True
+    ):
+        begins, ends = starts.tolist(), (starts + lengths.astype(np.int64) * size).tolist()
+        while begins:  # the sequences of some MB at a time, but at least one
+            count = max(1, bisect_right(ends, begins[0] + _CHECKED_BYTES))
+            base = begins[0]
+            data = shard.read_tokens(base // size, ends[count - 1] // size).view(np.uint8).data
+            digest.update(data)
+            checksums += [
+                zlib.crc32(data[begin - base : end - base])
+                for begin, end in zip(begins[:count], ends[:count], strict=True)
+            ]
+            begins, ends = begins[count:], ends[count:]
+    return np.array(checksums, "<u4"), digest.hexdigest()
+
+
 class ShardedDataset(IndexedDataset):
     """Corpus of several shards, read as one.
 
@@ -200,7 +223,7 @@ class ShardedDataset(IndexedDataset):
         self.dtype = self.shards[0].dtype
         num_bytes = [shard.num_tokens * self.dtype.itemsize for shard in self.shards]
         num_sequences = [len(shard) for shard in self.shards]
-        self._first_sequences = np.cumsum([0, *num_sequences])
+        self._first_sequences: list[int] = np.cumsum([0, *num_sequences]).tolist()
         self._first_tokens = np.cumsum([0, *(shard.num_tokens for shard in self.shards)])
         self.sequence_lengths: Entries = JoinedArray([np.asarray(s.sequence_lengths) for s in self.shards])
         self.sequence_offsets: Entries = JoinedArray(
@@ -208,7 +231,7 @@ class ShardedDataset(IndexedDataset):
         )
         indices = [np.asarray(shard.document_index) for shard in self.shards]
         self.document_index: Entries = JoinedArray(
-            [*(index[:-1] for index in indices), np.zeros(1, np.int64)], self._first_sequences.tolist()
+            [*(index[:-1] for index in indices), np.zeros(1, np.int64)], self._first_sequences
         )
         self._checksums, self._checksum_file = _open_checksums(prefix, listed, len(self))
 
@@ -226,9 +249,8 @@ class ShardedDataset(IndexedDataset):
         return int(self._first_tokens[-1])
 
     def locate(self, sequence: int) -> tuple[int, FileRange]:
-        number = int(np.searchsorted(self._first_sequences, sequence, side="right")) - 1
-        number = min(number, len(self.shards) - 1)
-        _, found = self.shards[number].locate(sequence - int(self._first_sequences[number]))
+        number = min(bisect_right(self._first_sequences, sequence), len(self.shards)) - 1
+        _, found = self.shards[number].locate(sequence - self._first_sequences[number])
         return number, found._replace(crc32=int(self._checksums[sequence]))
 
     def read_tokens(self, first: int, end: int) -> npt.NDArray[Any]:
@@ -242,22 +264,20 @@ class ShardedDataset(IndexedDataset):
 
     def first_altered(self) -> str | None:
         """Return which document differs from the checksums of the list, as text; None if all are equal."""
-        for first in range(0, len(self), _CHECKED_SEQUENCES):
-            sequences = range(first, min(first + _CHECKED_SEQUENCES, len(self)))
-            for sequence, tokens in zip(sequences, self.read(sequences), strict=True):
-                if zlib.crc32(tokens.data) != self._checksums[sequence]:
-                    number, _ = self.locate(sequence)
-                    return (
-                        f"{self.shards[number].prefix}.bin is not the file that {list_path(self.prefix)} "
-                        f"lists: document {self.document_of(sequence)} of the corpus differs; restore it, or "
-                        "list the shards again"
-                    )
+        for shard, first in zip(self.shards, self._first_sequences, strict=False):
+            differs = checksums_of(shard)[0] != self._checksums[first : first + len(shard)]
+            if differs.any():
+                document = self.document_of(first + int(differs.argmax()))
+                return (
+                    f"{shard.prefix}.bin is not the file that {list_path(self.prefix)} lists: document "
+                    f"{document} of the corpus differs; restore it, or list the shards again"
+                )
         return None
 
     def document_of(self, sequence: int) -> int:
         number, _ = self.locate(sequence)
         before = sum(shard.num_documents for shard in self.shards[:number])
-        return before + self.shards[number].document_of(sequence - int(self._first_sequences[number]))
+        return before + self.shards[number].document_of(sequence - self._first_sequences[number])
 
 
 def _open_shard(prefix: str, dtype: str, cache_bytes: int, entry: ShardEntry) -> IndexedDataset:

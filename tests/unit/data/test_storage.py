@@ -19,6 +19,7 @@ from megalite.data import storage
 from megalite.data.dataset_merge import list_shards, merge_datasets
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.inspect_dataset import compare, find_problem, summarize
+from megalite.data.preprocessing.documents import find_inputs
 from megalite.data.sharded_dataset import open_dataset
 from megalite.data.tokenizers.tokenizer import ByteTokenizer
 from megalite.data.tokenizers.tokenizer_digest import write_tokenizer_digest
@@ -294,6 +295,16 @@ def test_a_copy_cut_while_it_is_read_is_named(write_dataset: WriteDataset, tmp_p
         dataset[0]
     again = IndexedDataset(dataset.prefix)
     assert again[0].tolist() == list(range(4000)), "what was cut off is fetched again"
+
+
+def test_folders_and_globs_of_a_store_are_inputs(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "sub/b.jsonl.gz", "c.bin"):
+        MemoryFileSystem().pipe_file(f"/texts/{name}", b"{}")
+    found = ["memory:///texts/a.jsonl", "memory:///texts/sub/b.jsonl.gz"]
+    assert find_inputs(["memory://texts"]) == find_inputs(["memory://texts/**/*.jsonl*"]) == found
+    assert find_inputs([found[0]]) == found[:1]
+    with pytest.raises(UserError, match=r"--input memory://none names no file: pass files"):
+        find_inputs(["memory://none"])
 
 
 def test_no_temporary_file_is_written_through_a_link(write_dataset: WriteDataset, tmp_path: Path) -> None:
