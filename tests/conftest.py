@@ -29,6 +29,7 @@ os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp(prefix="megalite-tests-")
 
 import hypothesis
 import pytest
+import torch
 
 from megalite.config import ParallelConfig
 from megalite.distributed.rendezvous import Launch
@@ -46,6 +47,7 @@ hypothesis.settings.register_profile(  # a busy machine is no failure
 hypothesis.settings.load_profile("megalite")
 
 ROOT = Path(__file__).parents[1]
+SEED = torch.initial_seed()  # of torch in a new process
 SIGNAL_HANDLERS = {
     number: signal.getsignal(number)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -225,9 +227,11 @@ def objects_of_earlier_modules() -> None:
 def process_as_started() -> Iterator[None]:
     """Undo what a program run in this process, by a test or a wider fixture, made of logger and signals.
 
-    A program that is about to exit ignores signals, and so would the programs that later tests start.
+    A program that is about to exit ignores signals, and so would the programs that later tests start. A test
+    draws the same random tensors, whichever tests its worker ran before.
     """
     _reset_process()
+    torch.manual_seed(SEED)
     yield
     _reset_process()
 

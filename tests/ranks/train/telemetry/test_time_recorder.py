@@ -53,7 +53,7 @@ SCALES = (0.5, 2.0, 8.0)
 """Factors of the seconds below, tried in turn until the fault is many times what a busy machine takes."""
 SECONDS = 0.4
 """Extra seconds of a wait for data, a save, an evaluation and so on: many times an iteration."""
-RANK_SECONDS = {"tp": 1.2, "dp": 0.5, "pp": 0.5}
+RANK_SECONDS = {"tp": 2.4, "dp": 1.0, "pp": 1.0}
 """Extra seconds of a slow rank's forward. Two busy cores take long for the many waits along tp."""
 LINK_SECONDS = {"tp": 0.02, "dp": 0.2, "pp": 0.1}
 """Extra seconds of each of an iteration's waits along an axis."""
