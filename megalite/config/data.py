@@ -128,8 +128,8 @@ class DataConfig:
     )
     """Names of these validation sets, in the order of the corpora. By default the names of their files."""
     data_phases: str | None = option(None, **_CORPUS, allowed=LOCAL_PATH)
-    """YAML file of a mixture that changes during training: its sources and phases. Each source is read in
-    windows (--sample-order), and evaluated by its name."""
+    """YAML file of a mixture that changes during training: its sources and phases. It reads each source in
+    windows (see --sample-order)."""
     train_weighted_split_paths: tuple[str, ...] = option((), **_CORPUS)
     """Blend to train on, quoted: "NAME: WEIGHT BEGIN:END PREFIX, ...". BEGIN:END is a part of 0:1."""
     train_weighted_split_paths_path: str | None = option(None, **_CORPUS, allowed=LOCAL_PATH)
@@ -145,9 +145,8 @@ class DataConfig:
     blend_by: Literal["tokens", "documents"] = option("tokens", **_CORPUS)
     """How to weight datasets that have no explicit weight: by tokens (in whole samples) or by documents."""
     sample_order: Literal["megatron", "windows"] = option("megatron", only_with=(_READS_CORPUS, _NO_PHASES))
-    """Order of GPT samples. megatron: shuffled documents are joined and cut, and the samples of all epochs of
-    the run are shuffled together; windows: the corpus is cut as it lies, and each epoch is shuffled by
-    itself, so that a longer run reads the same samples first, and no index is built."""
+    """Order of GPT samples. megatron: documents and all epochs are shuffled together; windows: each epoch by
+    itself, of the corpus as it lies, without an index."""
     data_cache_path: str | None = option(
         None, on_resume=OnResume.FREE, only_with=_READS_CORPUS, differs_between_ranks=True, allowed=LOCAL_PATH
     )
