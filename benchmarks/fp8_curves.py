@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Train the quickstart's model with GEMMs in 8 bits, emulated on a CPU, and compare its losses with fp32.
+"""Train the quickstart's model with GEMMs in 8 and 4 bits, emulated, and compare its losses with fp32.
 
 python benchmarks/fp8_curves.py runs/quickstart/corpus_text_document [--svg benchmarks/fp8_curves.svg]
 
@@ -25,10 +25,11 @@ RECIPES: dict[str, str] = {
     "blockwise": "--fp8 --fp8-recipe blockwise --emulate",
     "mxfp8": "--fp8 --fp8-recipe mxfp8 --emulate",
     "mxfp8, e4m3": "--fp8-format e4m3 --fp8-recipe mxfp8 --emulate",
+    "nvfp4": "--fp4-format e2m1 --fp4-recipe nvfp4 --emulate",
 }
 ITERATIONS, INTERVAL = 500, 20
-COLOURS: list[Colour] = [(66, 119, 214), (46, 158, 107), (232, 156, 48), (140, 108, 200)]
-LARGEST = 0.01  # of the relative differences in the picture
+COLOURS: list[Colour] = [(66, 119, 214), (46, 158, 107), (232, 156, 48), (140, 108, 200), (200, 70, 70)]
+LARGEST = 0.02  # of the relative differences in the picture
 
 
 def losses(corpus: str, flags: str, num_iterations: int) -> tuple[list[float], float]:
@@ -52,8 +53,8 @@ def draw(differences: dict[str, list[float]]) -> str:
     """Return a picture of relative differences over iterations, as SVG."""
     left, top, width, height = 70, 40, 560, 240
     drawing = Drawing(left + width + 130, top + height + 50)
-    drawing.text(left, 22, "Loss with 8-bit GEMMs, relative to fp32", 14)
-    for percent in (-1.0, -0.5, 0.0, 0.5, 1.0):
+    drawing.text(left, 22, "Loss with 8-bit and 4-bit GEMMs, relative to fp32", 14)
+    for percent in (-2.0, -1.0, 0.0, 1.0, 2.0):
         y = top + height / 2 * (1 - percent / 100 / LARGEST)
         drawing.line([(left, y), (left + width, y)], (210, 210, 210))
         drawing.text(left - 8, y + 4, f"{percent:+.1f}%" if percent else "0", anchor="end")
@@ -73,7 +74,7 @@ def draw(differences: dict[str, list[float]]) -> str:
 
 def main() -> None:
     """Train, print a table, and draw the picture."""
-    parser = argparse.ArgumentParser(description="Compare losses with 8-bit GEMMs with those of fp32.")
+    parser = argparse.ArgumentParser(description="Compare losses with narrow GEMMs with those of fp32.")
     parser.add_argument("corpus", help="prefix of the quickstart's corpus")
     parser.add_argument("--svg", type=Path, help="draw the differences into this file")
     parser.add_argument("--iterations", type=int, default=ITERATIONS)

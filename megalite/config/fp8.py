@@ -1,4 +1,4 @@
-"""Options of linear layers whose GEMMs have operands in 8 bits."""
+"""Options of linear layers whose GEMMs have operands in 8 or 4 bits."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import ClassVar, Literal, NamedTuple
 
 from megalite.config.option import NOT_NEGATIVE, OnResume, Setting, option
 
-Fp8Format = Literal["hybrid", "e4m3"]
-Fp8Recipe = Literal["tensorwise", "blockwise", "mxfp8"]
+Fp8Format = Literal["hybrid", "e4m3", "e2m1"]
+Fp8Recipe = Literal["tensorwise", "blockwise", "mxfp8", "nvfp4"]
 
 
 class Blocks(NamedTuple):
@@ -23,22 +23,30 @@ class Blocks(NamedTuple):
     weight_rows: int
 
 
-FP8_BLOCKS = {"blockwise": Blocks(128, 128), "mxfp8": Blocks(32, 1)}
+FP8_BLOCKS = {"blockwise": Blocks(128, 128), "mxfp8": Blocks(32, 1), "nvfp4": Blocks(16, 16)}
 """Blocks by fp8_recipe; tensorwise has none."""
+
+EXPERT_NOTES = {
+    "tensorwise": "GEMMs in the dtype of the model; --fp8-recipe blockwise and mxfp8 round operands too",
+    "nvfp4": "gradients are rounded to the nearest, and not at random",
+}
+"""What differs in the GEMMs of experts, by fp8_recipe, for the log."""
 
 
 @dataclass(frozen=True)
 class Fp8Options:
-    """Which linear layers multiply numbers of 8 bits, and which numbers share a scale."""
+    """Which linear layers multiply numbers of 8 or 4 bits, and which numbers share a scale."""
 
     section: ClassVar[str] = "fp8"
 
     fp8_format: Fp8Format | None = option(
-        None, sets={"--fp8": "hybrid", "--fp8-hybrid": "hybrid", "--fp8-e4m3": "e4m3"}
+        None, "--fp4-format", sets={"--fp8": "hybrid", "--fp8-hybrid": "hybrid", "--fp8-e4m3": "e4m3"}
     )
-    """Use 8-bit GEMMs in the linear layers of a bf16 model. hybrid is e4m3 with gradients in e5m2."""
+    """Use 8-bit GEMMs, or with e2m1 4-bit ones, in the linear layers of a bf16 model. hybrid is e4m3 with
+    gradients in e5m2."""
     fp8_recipe: Fp8Recipe = option(
         "tensorwise",
+        "--fp4-recipe",
         only_with="fp8_format",
         missing={
             "delayed": "pass tensorwise, whose scales are of the tensor itself",
@@ -46,9 +54,9 @@ class Fp8Options:
         },
     )
     """Numbers that share a scale: tensorwise, those of a tensor; blockwise, 128 and 128 x 128 of a weight, as
-    in DeepSeek-V3; mxfp8, 32 (docs/precision.md)."""
+    in DeepSeek-V3; mxfp8, 32; nvfp4 (of e2m1), 16 and 16 x 16 (docs/precision.md)."""
     fp8_wgrad: bool = option(True, only_with=Setting("fp8_recipe", tuple(FP8_BLOCKS)))
-    """With blockwise and mxfp8: compute gradients of weights in 8 bits too, except those of experts."""
+    """With recipes of blocks: round the operands of weight gradients too, except those of experts."""
     first_last_layers_bf16: bool = option(False, only_with="fp8_format")
     """Compute the first and last layers in 16 bits."""
     num_layers_at_start_in_bf16: int = option(1, allowed=NOT_NEGATIVE, only_with="first_last_layers_bf16")
@@ -63,9 +71,9 @@ class Fp8Options:
 
     @property
     def fp8_description(self) -> str:
-        """Return the format and the recipe for the log: `hybrid, mxfp8, emulated`."""
-        emulated = ", emulated" if self.emulate else ""
-        return f"{self.fp8_format}, {self.fp8_recipe}{emulated}"
+        """Return the precision for the log: `8-bit GEMMs (hybrid, mxfp8, emulated)`."""
+        bits, emulated = 4 if self.fp8_format == "e2m1" else 8, ", emulated" if self.emulate else ""
+        return f"{bits}-bit GEMMs ({self.fp8_format}, {self.fp8_recipe}{emulated})"
 
     @property
     def depends_on_micro_batch(self) -> bool:

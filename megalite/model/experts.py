@@ -30,7 +30,7 @@ from megalite.model.mlp import SharedExpert, activation_of
 from megalite.model.recompute_region import recompute_output
 from megalite.model.routing_record import ChoiceObserver, RoutingStatistics, choose
 from megalite.tensor_parallel.counter_random import Jitter
-from megalite.tensor_parallel.linear import depth_scaled_std, gemm_of
+from megalite.tensor_parallel.linear import depth_scaled_std, gemm_of_experts
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_buffer, new_parameter
 from megalite.tensor_parallel.placement import Cut
 from megalite.tensor_parallel.uncut_linear import UncutLinear
@@ -348,7 +348,7 @@ class ExpertWeights(nn.Module):
         spec = ParameterSpec(shape[:-1], cuts if has_width else of_experts, decay=False, partial_over=partial)
         self.bias = new_parameter(spec, context) if bias else None
         sharers = context.tp if axes is None else axes.axes[width]
-        self.gemm = gemm_of(context)
+        self.gemm = gemm_of_experts(context)
         self.adds_bias = has_width or sharers.rank == 0
 
     def multiply(self, x: Tensor, ends: Tensor, weights: Tensor | None = None) -> Tensor:

@@ -75,11 +75,13 @@ class InFlight(NamedTuple):
         input_gradient: receives the gradient of the input in backward.
         output: root of the backward: the autograd edge of the hidden states; None on the last stage.
         losses: further roots: the terms of the loss, on any stage.
+        before_backward: called before the backward, and before each part of one.
     """
 
     input_gradient: list[Tensor]
     output: GradientEdge | None
     losses: Sequence[Tensor]
+    before_backward: Callable[[], None]
 
 
 class _StageInput(torch.autograd.Function):
@@ -119,6 +121,7 @@ class ScheduleRun(Generic[M]):
         store: WeightGradientStore,
         divisors: Mapping[str, float | Tensor],
         loss_scale: float,
+        before_backward: Callable[[M], None],
     ) -> None:
         self.terms: dict[int, Terms] = {}
         self._chunks = chunks
@@ -129,9 +132,10 @@ class ScheduleRun(Generic[M]):
         self._store = store
         self._divisors = divisors
         self._loss_scale = loss_scale
+        self._before_backward = before_backward
         self._microbatches: dict[int, M] = {}
         self._in_flight: dict[tuple[int, int], InFlight] = {}  # by microbatch and chunk, like the next one
-        self._stored: dict[tuple[int, int], list[WeightGradient]] = {}
+        self._stored: dict[tuple[int, int], tuple[Callable[[], None], list[WeightGradient]]] = {}
         self._local_inputs: dict[Action, Tensor] = {}  # by the action of this rank that reads it
 
     def __call__(self, action: Action) -> Tensor | None:
@@ -173,7 +177,8 @@ class ScheduleRun(Generic[M]):
             }
             edge = None if output is None else get_gradient_edge(output)
             losses = [term.total for term in terms.values()]
-            self._in_flight[number, chunk] = InFlight(gradient, edge, losses)
+            before_backward = partial(self._before_backward, microbatch)
+            self._in_flight[number, chunk] = InFlight(gradient, edge, losses, before_backward)
         if terms:
             detached = {name: term._replace(total=term.total.detach()) for name, term in terms.items()}
             self.terms[number] = add_terms(self.terms.get(number, {}), detached)
@@ -188,7 +193,9 @@ class ScheduleRun(Generic[M]):
         return self._microbatches[action.microbatch]
 
     def _backward(self, action: Action) -> Tensor | None:
-        input_gradient, output, losses = self._in_flight.pop((action.microbatch, action.chunk))
+        in_flight = self._in_flight.pop((action.microbatch, action.chunk))
+        input_gradient, output, losses, before_backward = in_flight
+        before_backward()
         roots: list[Any] = [*losses]
         gradients = [torch.full_like(loss, self._loss_scale) for loss in losses]
         if output is not None:
@@ -203,13 +210,16 @@ class ScheduleRun(Generic[M]):
         return self._stages.stage_of(self._rank, action.chunk) == self._stages.num_stages - 1
 
     def _backward_input(self, action: Action) -> Tensor | None:
+        before_backward = self._in_flight[action.microbatch, action.chunk].before_backward
         with self._store.collect() as stored:
             gradient = self._backward(action)
-        self._stored[action.microbatch, action.chunk] = stored
+        self._stored[action.microbatch, action.chunk] = before_backward, stored
         return gradient
 
     def _backward_weight(self, action: Action) -> None:
-        run_stored(self._stored.pop((action.microbatch, action.chunk)))
+        before_backward, stored = self._stored.pop((action.microbatch, action.chunk))
+        before_backward()
+        run_stored(stored)
 
 
 _COMPUTE: Mapping[ActionKind, Callable[[ScheduleRun[Any], Action], Tensor | None]] = {
@@ -239,6 +249,7 @@ class Pipeline(Generic[M]):
         schedule: ScheduleName,
         store: WeightGradientStore | None = None,
         overlap_slots: OverlapSlots | None = None,
+        before_backward: Callable[[M], None] = lambda _: None,
     ) -> None:
         """Build the pipeline without communication.
 
@@ -250,6 +261,8 @@ class Pipeline(Generic[M]):
                 backward.
             overlap_slots: runs the pairs of actions of a schedule that overlaps them; by default, they run
                 one after the other.
+            before_backward: called with a microbatch before its backward, and before each part of a split
+                one.
         """
         self._chunks = chunks
         self._exchange, self._pp = exchange, exchange.pp
@@ -258,6 +271,7 @@ class Pipeline(Generic[M]):
         assert self.stages.num_chunks == len(chunks), (schedule, len(chunks))
         self._store = store or WeightGradientStore()
         self.overlap_slots = overlap_slots
+        self._before_backward = before_backward
         self._steps: dict[tuple[ScheduleFunction, int], list[Step]] = {}
 
     def train_step(
@@ -312,7 +326,16 @@ class Pipeline(Generic[M]):
         divisors: Mapping[str, float | Tensor] = NO_DIVISORS,
         loss_scale: float = 1.0,
     ) -> ScheduleRun[M]:
-        return ScheduleRun(self._chunks, self.stages, self._exchange, load, self._store, divisors, loss_scale)
+        return ScheduleRun(
+            self._chunks,
+            self.stages,
+            self._exchange,
+            load,
+            self._store,
+            divisors,
+            loss_scale,
+            self._before_backward,
+        )
 
     def _run(
         self,

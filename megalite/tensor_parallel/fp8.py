@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megalite.batch.microbatch import Microbatch
 from megalite.config import TrainingConfig
 from megalite.distributed.axis import Axis
 from megalite.distributed.collectives import all_reduce
@@ -32,9 +33,9 @@ from megalite.utils.errors import UserError
 from megalite.utils.torch_private import scaled_mm, storage_number, unsafe_view
 
 T = TypeVar("T")
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-GRADIENT_DTYPES = {"hybrid": E5M2, "e4m3": E4M3}
-"""Dtype of gradients by the config's fp8_format; weights and activations are always in e4m3."""
+E4M3, E5M2, E2M1 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float4_e2m1fn_x2
+DTYPES = {"hybrid": (E4M3, E5M2), "e4m3": (E4M3, E4M3), "e2m1": (E2M1, E2M1)}
+"""Dtypes of weights and activations, and of gradients, by the config's fp8_format."""
 _MIN_CAPABILITY = (8, 9)
 _SMALLEST = 2.0**-100  # so that the scale of a tensor of zeros is not 0
 
@@ -154,17 +155,29 @@ class Fp8Weights:
         return copy
 
 
+class BackwardSamples:
+    """Samples of the microbatch whose backward runs on this rank."""
+
+    def __init__(self) -> None:
+        self.numbers: Tensor | None = None
+
+    def set(self, microbatch: Microbatch) -> None:
+        """Note a microbatch, before its backward or a part of it."""
+        self.numbers = microbatch.sample_numbers
+
+
 @dataclass(frozen=True)
 class Fp8Settings:
-    """Settings of the linear layers' GEMMs in 8 bits.
+    """Settings of the linear layers' GEMMs in 8 or 4 bits.
 
     Attributes:
-        fp8_format: a key of `GRADIENT_DTYPES`.
+        fp8_format: a key of `DTYPES`.
         recipe: tensorwise, which scales whole tensors, or a key of `config.fp8.FP8_BLOCKS`.
         wide_layers: numbers of the layers whose GEMMs are in the dtype of the model.
         rounds_weight_gradients: compute weight gradients in 8 bits, with blocks.
         weights: holds weights in 8 bits during an iteration; by default they are rounded in each GEMM.
         emulates: compute tensorwise GEMMs without the device's GEMMs in 8 bits.
+        samples: key the random rounding of gradients.
     """
 
     fp8_format: str
@@ -173,10 +186,7 @@ class Fp8Settings:
     rounds_weight_gradients: bool = True
     weights: Fp8Weights = field(default_factory=Fp8Weights)
     emulates: bool = False
-
-    @property
-    def gradient_dtype(self) -> torch.dtype:
-        return GRADIENT_DTYPES[self.fp8_format]
+    samples: BackwardSamples = field(default_factory=BackwardSamples)
 
 
 class TensorwiseGemm(RoundedGemm):
@@ -187,7 +197,7 @@ class TensorwiseGemm(RoundedGemm):
     """
 
     def __init__(self, settings: Fp8Settings, tp: Axis) -> None:
-        self.gradient_dtype = settings.gradient_dtype
+        _, self.gradient_dtype = DTYPES[settings.fp8_format]
         self.weights = settings.weights
         self.multiply = emulated_gemm if settings.emulates else scaled_gemm
         self.tp = tp
@@ -245,12 +255,12 @@ def check_device(device: torch.device, training: TrainingConfig) -> None:
     """
     if training.fp8_format is None or training.emulate:
         return
-    flag = f"--fp8-format {training.fp8_format}"
+    flag = f"--fp{4 if training.fp8_format == 'e2m1' else 8}-format {training.fp8_format}"
     if training.fp8_recipe != "tensorwise":
         raise UserError(
             f"{flag} with --fp8-recipe {training.fp8_recipe}: megalite has no GPU kernels for it yet; "
-            "pass --emulate to compute its numbers with GEMMs in the dtype of the model, or --fp8-recipe "
-            "tensorwise"
+            "pass --emulate to compute its numbers with GEMMs in the dtype of the model, or --fp8-format "
+            "hybrid --fp8-recipe tensorwise"
         )
     if has_gemms_in_8_bits(device):
         return

@@ -39,6 +39,7 @@ from megalite.tensor_parallel.block_scaling import BlockGemm
 from megalite.tensor_parallel.fp8 import TensorwiseGemm
 from megalite.tensor_parallel.gemm import WIDE, Gemm
 from megalite.tensor_parallel.gemm_collectives import COLLECTIVES, PendingSum, SeparateCollectives
+from megalite.tensor_parallel.nvfp4 import Nvfp4Gemm
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_parameter
 from megalite.tensor_parallel.placement import Cut
 from megalite.tensor_parallel.weight_gradient_store import WeightGradientStore, main_grad_of
@@ -90,7 +91,20 @@ def gemm_of(context: LayerContext) -> Gemm:
     settings = context.fp8
     if settings is None:
         return WIDE
-    return TensorwiseGemm(settings, context.tp) if settings.recipe == "tensorwise" else BlockGemm(settings)
+    if settings.recipe == "tensorwise":
+        return TensorwiseGemm(settings, context.tp)
+    if settings.recipe == "nvfp4":
+        return Nvfp4Gemm(settings, context.seed, context.topology.positions)
+    return BlockGemm(settings)
+
+
+def gemm_of_experts(context: LayerContext) -> Gemm:
+    """Return the GEMMs of experts, whose rows are in an order that depends on the layout.
+
+    So they have no scale of a whole tensor, and do not round at random.
+    """
+    settings = context.fp8
+    return WIDE if settings is None or settings.recipe == "tensorwise" else BlockGemm(settings)
 
 
 def column_linear(

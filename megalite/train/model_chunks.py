@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -29,8 +29,9 @@ from megalite.optim.optimizer import Optimizer
 from megalite.optim.post_step_hooks import ExpertBalance, MeasuredHeads, PostStepHook, QKClip
 from megalite.optim.weight_gathering import ChunkModules
 from megalite.pipeline.schedules import SCHEDULES
-from megalite.tensor_parallel.fp8 import Fp8Settings, Fp8Weights, check_device
+from megalite.tensor_parallel.fp8 import BackwardSamples, Fp8Settings, Fp8Weights, check_device
 from megalite.tensor_parallel.gemm_collectives import choose_overlap
+from megalite.tensor_parallel.nvfp4 import name_gemms
 from megalite.tensor_parallel.parameter_spec import (
     LayerContext,
     ParameterShard,
@@ -54,6 +55,7 @@ class ChunkResources:
         fp8_weights: holds weights in 8 bits during an iteration; None to hold none.
         offload: holds the activations that the config offloads; None without offload.
         overlap_slots: lets another action run while rows of experts are in flight, or None.
+        backward_samples: key the random rounding of gradients in 4 bits.
     """
 
     store: WeightGradientStore | None = None
@@ -61,6 +63,7 @@ class ChunkResources:
     fp8_weights: Fp8Weights | None = None
     offload: ActivationOffload | None = None
     overlap_slots: OverlapSlots | None = None
+    backward_samples: BackwardSamples = field(default_factory=BackwardSamples)
 
     @staticmethod
     def of(config: Config, topology: Topology) -> ChunkResources:
@@ -120,6 +123,7 @@ def build_chunks(
             check_stage(chunk, build_stage)
             saved_buffers([chunk], topology)
             chunk.register_forward_hook(OutputCheck(hidden_shape(config, config.model.seq_length), chunk))
+        name_gemms(chunk, topology)
         apply_recompute(chunk, config.recompute)
         if resources.offload is not None:
             apply_offload(chunk, config.recompute.cpu_offload_activations, resources.offload)
@@ -168,6 +172,7 @@ def _fp8_settings(config: Config, resources: ChunkResources) -> Fp8Settings | No
         training.fp8_wgrad,
         resources.fp8_weights or Fp8Weights(),
         training.emulate,
+        resources.backward_samples,
     )
 
 

@@ -15,6 +15,7 @@ from megalite.checkpoint.load import LoadPlan
 from megalite.checkpoint.progress import CallbackStates
 from megalite.config import CheckpointConfig, Config, OptimizerConfig, ParallelConfig, check_config, to_yaml
 from megalite.config.fields import config_fields
+from megalite.config.fp8 import EXPERT_NOTES
 from megalite.config.model.model_config import padded_vocab_size
 from megalite.config.model_flops import CONVENTION
 from megalite.config.option import flag_of
@@ -133,7 +134,9 @@ def announce(trainer: Trainer) -> None:
     if config.model.has_experts and config.model.moe_router_force_load_balancing:
         log.info("tokens go to random experts (--moe-router-force-load-balancing): routing is not learned")
     if config.training.fp8_format is not None:
-        log.info("linear layers: FP8 GEMMs (%s)", config.training.fp8_description)
+        log.info("linear layers: %s", config.training.fp8_description)
+        if config.model.has_experts and (note := EXPERT_NOTES.get(config.training.fp8_recipe)):
+            log.info("experts: %s", note)
     if offloaded := config.recompute.cpu_offload_activations:
         log.info("activations of %d layers of each stage are in host memory until backward", offloaded)
     if config.training.compile:

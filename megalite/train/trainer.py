@@ -50,7 +50,14 @@ def build_pipeline(
     """
     resources = resources or ChunkResources()
     exchange = PointToPoint(topology.pp, DTYPES[config.model.params_dtype], topology.device)
-    return Pipeline(chunks, exchange, config.parallel.schedule, resources.store, resources.overlap_slots)
+    return Pipeline(
+        chunks,
+        exchange,
+        config.parallel.schedule,
+        resources.store,
+        resources.overlap_slots,
+        resources.backward_samples.set,
+    )
 
 
 class Trainer:

@@ -36,7 +36,8 @@ def _config(model: str, recipe: Fp8Recipe, corpus: str) -> Config:
         model=replace(PRESETS["llama-tiny"], **{**vars(config.model), **sizes, **MODELS[model]}),
         training=replace(
             config.training,
-            fp8_format="e4m3",  # the range of e5m2 is so large that a scale hardly matters
+            # The range of e5m2 is so large that a scale hardly matters.
+            fp8_format="e2m1" if recipe == "nvfp4" else "e4m3",
             fp8_recipe=recipe,
             emulate=True,
             first_last_layers_bf16=model == "latent",
@@ -58,10 +59,17 @@ def _reference(model: str, recipe: Fp8Recipe, corpus: str) -> RunRecord:
         ("experts", "mxfp8", "dp2ep2"),
         ("latent", "mxfp8", "tp2"),
         ("llama", "blockwise", "pp2zb"),
+        ("llama", "nvfp4", "tp2mbs1+sp"),
+        ("llama", "nvfp4", "cp2"),
         *(
             pytest.param(*row, marks=pytest.mark.slow)
             for row in (
                 ("llama", "mxfp8", "tp4+sp"),
+                ("llama", "nvfp4", "pp2zb"),
+                ("llama", "nvfp4", "tp2pp2dp2+zero3+full"),
+                ("experts", "nvfp4", "dp2ep2"),
+                ("experts", "nvfp4", "tp2+sp"),
+                ("latent", "nvfp4", "tp2pp2+sp"),
                 ("llama", "mxfp8", "tp2pp2dp2+zero3+full"),
                 ("llama", "mxfp8", "cp2+p2p"),
                 ("llama", "blockwise", "dp2+zero3"),

@@ -204,11 +204,6 @@ CONFLICTS = (
         ", whose layers have one block with a norm before it: remove it",
     ),
     # Experts
-    *_exclude(
-        _TENSORWISE,
-        _EXPERTS,
-        ": the rows of an expert have no scale of their own; pass --fp8-recipe blockwise or mxfp8",
-    ),
     *_exclude("mup_base_width", _EXPERTS, ": muP has no rule for the router; remove it"),
     *_exclude(
         Setting("mlp_chunks", ABOVE_ONE),
@@ -316,6 +311,11 @@ CONFLICTS = (
         " is not supported: remove one",
     ),
     # Precision
+    *_exclude(
+        Setting("fp8_recipe", tuple(FP8_BLOCKS)),
+        Setting("mlp_chunks", ABOVE_ONE),
+        ", which cuts a sample within blocks of its tokens: remove it, or pass --fp8-recipe tensorwise",
+    ),
     *_exclude("compile", "emulate", ", whose operators are not compiled: remove --compile"),
     *_exclude(
         Setting("fp8_recipe", tuple(FP8_BLOCKS)),

@@ -25,6 +25,7 @@ def _problems(line: str, world_size: int = 1) -> list[str]:
         ("--fp8-format hybrid", "hybrid"),
         ("--fp8-format e4m3", "e4m3"),
         ("--fp8-e4m3", "e4m3"),
+        ("--fp4-format e2m1 --fp4-recipe nvfp4", "e2m1"),
         ("", None),
     ],
 )
@@ -67,7 +68,9 @@ def test_sides_are_multiples_of_16(line: str, world_size: int, named: str) -> No
         ("--fp8-recipe mxfp8 --seq-length 64 --cp 2", 2, "--seq-length 64 over --cp 2: "),
         ("--fp8-recipe mxfp8 --num-experts 2 --moe-ffn-hidden-size 48 --tp 2", 2, "48 over --etp 2: "),
         ("--fp8-recipe mxfp8 --compile", 1, "--compile with --emulate"),
-        ("--num-experts 2", 1, "pass --fp8-recipe blockwise or mxfp8"),
+        ("--fp8-recipe mxfp8 --mlp-chunks-for-training 2", 1, "which cuts a sample within blocks"),
+        ("--fp8-recipe nvfp4", 1, "for 4 bits pass --fp4-format e2m1 --fp4-recipe nvfp4"),
+        ("--fp8-recipe nvfp4 --seq-length 40 --cp 2", 2, "must be a multiple of 16"),
         ("--multi-latent-attention --fp8-recipe tensorwise", 1, "pass --fp8-recipe blockwise or mxfp8"),
         ("--first-last-layers-bf16 --num-layers-at-start-in-bf16 9", 1, "leaves none of --num-layers"),
     ],
@@ -75,6 +78,10 @@ def test_sides_are_multiples_of_16(line: str, world_size: int, named: str) -> No
 def test_what_a_recipe_requires(line: str, world_size: int, named: str) -> None:
     problems = _problems(f"--params-dtype fp64 --fp8 --emulate --disable-bias-linear {line}", world_size)
     assert any(named in problem for problem in problems), problems
+
+
+def test_experts_need_no_other_recipe() -> None:
+    assert not _problems("--bf16 --fp8 --num-experts 2 --disable-bias-linear")
 
 
 def test_fp16_has_no_range_for_the_scales_of_blocks() -> None:
