@@ -115,7 +115,7 @@ def name_gemms(module: nn.Module, topology: Topology) -> None:
     for name, layer in module.named_modules():
         gemm = getattr(getattr(layer, "context", None), "gemm", None)
         if isinstance(gemm, Nvfp4Gemm):
-            spec = spec_of(layer.weight)  # type: ignore[arg-type]
+            spec = spec_of(layer.weight)
             numbers = torch.arange(math.prod(spec.full_shape[:-1])).view(spec.full_shape[:-1])
             starts, shape = spec.box(topology)
             gemm.name, gemm.features = name, Box(starts[:-1], shape[:-1]).of(numbers).flatten()
