@@ -123,7 +123,8 @@ def build_chunks(
             check_stage(chunk, build_stage)
             saved_buffers([chunk], topology)
             chunk.register_forward_hook(OutputCheck(hidden_shape(config, config.model.seq_length), chunk))
-        name_gemms(chunk, topology)
+        if training.fp8_recipe == "nvfp4":
+            name_gemms(chunk, topology)
         apply_recompute(chunk, config.recompute)
         if resources.offload is not None:
             apply_offload(chunk, config.recompute.cpu_offload_activations, resources.offload)

@@ -312,6 +312,16 @@ CONFLICTS = (
     ),
     # Precision
     *_exclude(
+        Setting("fp8_format", ("e2m1",)),
+        Setting("fp8_recipe", other_than("nvfp4")),
+        ": for 4 bits pass --fp4-format e2m1 --fp4-recipe nvfp4",
+    ),
+    *_exclude(
+        Setting("fp8_format", other_than("e2m1")),
+        Setting("fp8_recipe", ("nvfp4",)),
+        ": for 4 bits pass --fp4-format e2m1 --fp4-recipe nvfp4",
+    ),
+    *_exclude(
         Setting("fp8_recipe", tuple(FP8_BLOCKS)),
         Setting("mlp_chunks", ABOVE_ONE),
         ", which cuts a sample within blocks of its tokens: remove it, or pass --fp8-recipe tensorwise",

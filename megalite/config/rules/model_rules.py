@@ -77,12 +77,6 @@ def fp8(config: Config, world_size: int | None) -> Iterator[Problem]:
             f"--first-last-layers-bf16 leaves none of --num-layers {model.num_layers} in 8 bits: pass smaller"
             " --num-layers-at-start-in-bf16 and --num-layers-at-end-in-bf16",
         )
-    if (training.fp8_format == "e2m1") != (training.fp8_recipe == "nvfp4"):
-        yield Problem(
-            ("fp8_format", "fp8_recipe"),
-            f"--fp8-format {training.fp8_format} with --fp8-recipe {training.fp8_recipe}: for 4 bits pass "
-            "--fp4-format e2m1 --fp4-recipe nvfp4, and for 8 bits another format and recipe",
-        )
     unit, setting, sizes = 16, f"--fp8-format {training.fp8_format}", list(_gemm_sizes(config))
     blocks = FP8_BLOCKS.get(training.fp8_recipe)
     if blocks is not None:
