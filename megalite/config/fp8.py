@@ -53,8 +53,8 @@ class Fp8Options:
             "custom": "pass another",
         },
     )
-    """Numbers that share a scale: tensorwise, those of a tensor; blockwise, 128 and 128 x 128 of a weight, as
-    in DeepSeek-V3; mxfp8, 32; nvfp4 (of e2m1), 16 and 16 x 16 (docs/precision.md)."""
+    """Numbers that share a scale: tensorwise, those of a tensor; blockwise, 128 and 128 x 128 of a weight;
+    mxfp8, 32; nvfp4 (of e2m1), 16 and 16 x 16 (docs/precision.md)."""
     fp8_wgrad: bool = option(True, only_with=Setting("fp8_recipe", tuple(FP8_BLOCKS)))
     """With recipes of blocks: round the operands of weight gradients too, except those of experts."""
     first_last_layers_bf16: bool = option(False, only_with="fp8_format")

@@ -108,17 +108,17 @@ class LocalRanks:
             while len(self._ranks) < world_size:
                 self._ranks.append(_start(context))
         ranks = self._ranks[:world_size]
-        try:
-            with tempfile.TemporaryDirectory(prefix="megalite-ranks-") as folder:
+        with tempfile.TemporaryDirectory(prefix="megalite-ranks-") as folder:
+            try:
                 for number, rank in enumerate(ranks):
                     launch = Launch(number, world_size, number, world_size)
                     call = (function, options, launch, Path(folder) / "rendezvous", args)
                     with suppress(BrokenPipeError):  # it could not start, and has no answer
                         rank.connection.send_bytes(pickle.dumps(call))
                 return _collect(ranks, timeout)
-        except BaseException:
-            _end(self._ranks, seconds=0.5)  # others may hang
-            raise
+            except BaseException:
+                _end(self._ranks, seconds=0.5)  # others may hang
+                raise
 
 
 def run_ranks(

@@ -68,8 +68,8 @@ _OPS = (
     "fill_normal_",
     "rms_norm",
     "rotate",
-    "round_moments_",
 )
+_CPU_OPS = ("round_moments_",)  # on a GPU always Triton's
 _CUDA_OPS = ("layer_norm",)  # on a CPU PyTorch's own is used
 _LIBRARY_OPS = (
     "adamw_",
@@ -85,6 +85,8 @@ def describe(device_type: str = "cpu") -> str:
     ops = list(_OPS)
     if device_type == "cuda":
         ops += [*_CUDA_OPS, *(op for op in _LIBRARY_OPS if is_compiled(op, "cuda"))]
+    else:
+        ops += _CPU_OPS
     for op in ops:
         names.setdefault(implementation(op, device_type), []).append(op)
     return "; ".join(f"{', '.join(ops)}: {serving}" for serving, ops in names.items())

@@ -293,7 +293,7 @@ class AdamW:
 
     def _update(
         self,
-        pieces: Sequence[tuple[_Update, slice]],
+        pieces: Sequence[tuple[_Update, slice | None]],
         number: Tensor,
         divisor: Tensor | None,
         is_good: Tensor,
@@ -301,13 +301,13 @@ class AdamW:
         """Update elements of states with equal settings; the other arguments are scalars on the device."""
         states = [(update.state, own) for update, own in pieces]
         learning_rate, weight_decay, epsilon = pieces[0][0].settings
-        wide = [state.wide_moments(own) for state, own in states]
+        wide = [state.moments if own is None else state.wide_moments(own) for state, own in states]
         adamw_(
-            [state.main[own] for state, own in states],
+            [_part(state.main, own) for state, own in states],
             [moments[EXP_AVG] for moments in wide],
             [moments[EXP_AVG_SQ] for moments in wide],
-            [state.rounded[own] for state, own in states if state.rounded is not None],
-            [update.gradient[own] for update, own in pieces],
+            [_part(state.rounded, own) for state, own in states if state.rounded is not None],
+            [_part(update.gradient, own) for update, own in pieces],
             number=number,
             divisor=divisor,
             is_good=is_good,
@@ -317,14 +317,18 @@ class AdamW:
             epsilon=epsilon,
         )
         for (state, own), moments in zip(states, wide, strict=True):
-            if state.rounding is not None:  # moments that the update skipped keep all their bits
+            if own is not None and state.rounding is not None:  # a skipped update keeps all bits
                 state.rounding.store(state.moments, moments, own, number)
 
 
-def _pieces(updates: Sequence[_Update]) -> Iterator[list[tuple[_Update, slice]]]:
-    """Yield what one kernel updates: all states, but one range after the other of those that are widened."""
+def _part(tensor: Tensor, elements: slice | None) -> Tensor:
+    return tensor if elements is None else tensor[elements]
+
+
+def _pieces(updates: Sequence[_Update]) -> Iterator[list[tuple[_Update, slice | None]]]:
+    """Yield what one kernel updates: whole states (None), and ranges of those that are widened."""
     if whole := [update for update in updates if update.state.rounding is None]:
-        yield [(update, slice(0, update.state.main.numel())) for update in whole]
+        yield [(update, None) for update in whole]
     for update in updates:
         if update.state.rounding is not None:
             for own in ranges_in(update.state.main.numel()):

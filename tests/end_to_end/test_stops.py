@@ -132,9 +132,9 @@ def test_a_signal_breaks_an_evaluation_off(
 ) -> None:
     evaluate = Trainer.evaluate
 
-    def signalled(trainer: Trainer, *args: Any) -> float:
+    def signalled(trainer: Trainer, *args: Any, **options: Any) -> float:
         _send(signal.SIGTERM)()
-        return evaluate(trainer, *args)
+        return evaluate(trainer, *args, **options)
 
     monkeypatch.setattr(Trainer, "evaluate", signalled)
     flags = ["--train-iters", "12", "--eval-iters", "10000", "--eval-interval", "2"]

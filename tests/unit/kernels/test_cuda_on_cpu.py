@@ -46,7 +46,7 @@ def test_both_libraries_have_the_same_operators() -> None:
         *(f"{op}{end}" for op in ("layer_norm", "bias_dropout_add_norm") for end in ("", "_backward")),
     }
     assert registered(CUDA / "bindings.cpp") - on_cpu == others_are_as_fast
-    assert on_cpu <= registered(CUDA / "bindings.cpp")
+    assert on_cpu - registered(CUDA / "bindings.cpp") == {"round_moments_"}  # Triton's, on a GPU
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="torch has CUDA")

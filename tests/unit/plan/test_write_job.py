@@ -214,7 +214,7 @@ def test_missing_intervals_and_data_are_warned_about(tmp_path: Path) -> None:
 def test_an_unknown_vocabulary_is_warned_about(tmp_path: Path) -> None:
     tiny = ("--preset", "gpt-tiny", "--padded-vocab-size", "512", "--global-batch-size", "64", *RUN[5:])
     assert "the vocabulary size is unknown: pass --vocab-size" in _warnings(tmp_path, *tiny)
-    assert _warnings(tmp_path, *tiny, "--tokenizer-type", "byte", "--force") == ""
+    assert "vocabulary" not in _warnings(tmp_path, *tiny, "--tokenizer-type", "byte", "--force")
 
 
 def test_a_file_is_not_lost(tmp_path: Path) -> None:
