@@ -121,8 +121,12 @@ void blend(Input& input) {
       weight = static_cast<double>(bits & 15) / 16;
   }
   const std::size_t size = weights.size();
-  const auto [datasets, samples] = build_blend_index(weights, num_samples(input), nullptr);
-  std::vector<double> taken(size, 0.0);
+  std::vector<double> owed(input.byte() % 2 ? size : 0);  // empty: a blend that continues no other
+  for (double& each : owed) each = static_cast<double>(input.byte()) / 128 - 1;
+  const auto [datasets, samples] = build_blend_index(weights, num_samples(input), nullptr, owed);
+  owed.resize(size);
+  std::vector<double> taken(size);
+  for (std::size_t d = 0; d < size; ++d) taken[d] = 0.0 - owed[d];
   for (py::ssize_t i = 0; i < datasets.size(); ++i) {
     const auto dataset = *static_cast<const std::int16_t*>(datasets.data(i));
     require(dataset >= 0 && static_cast<std::size_t>(dataset) < size);
@@ -130,7 +134,7 @@ void blend(Input& input) {
     const auto behind = [&](std::size_t d) { return weights[d] * position - taken[d]; };
     const auto chosen = static_cast<std::size_t>(dataset);
     for (std::size_t d = 0; d < size; ++d) require(d < chosen ? behind(d) < behind(chosen) : behind(d) <= behind(chosen));
-    require(static_cast<double>(*static_cast<const std::int64_t*>(samples.data(i))) == taken[chosen]);
+    require(static_cast<double>(*static_cast<const std::int64_t*>(samples.data(i))) == taken[chosen] + owed[chosen]);
     taken[chosen] += 1.0;
   }
 }
