@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from megalite.config import (
     RecomputeConfig,
     TrainingConfig,
 )
+from megalite.config.fp8 import Fp8Recipe
 from megalite.distributed.topology import Topology
 from megalite.kernels import dropout
 from megalite.plan import rank_plan
@@ -173,3 +175,14 @@ def test_a_layout_that_does_not_fit_is_told_before_the_run(
     assert (f"planned {total:.1f} GB of {num_gigabytes}.0 per rank" in caplog.text) == warns
     assert bool(caplog.messages) == warns
     assert any("--micro-batch-size" in line for line in caplog.messages) == warns
+
+
+def test_memory_is_planned_with_every_recipe_of_narrow_gemms() -> None:
+    """A run that starts plans its memory before its model exists, without names and samples of GEMMs."""
+    model = replace(CONFIG.model, num_layers=2, hidden_size=128, num_attention_heads=4, seq_length=128)
+    for recipe in get_args(Fp8Recipe):
+        options = {"fp8_format": "e2m1" if recipe == "nvfp4" else "hybrid", "fp8_recipe": recipe}
+        training = replace(CONFIG.training, **options, emulate=True, micro_batch_size=1)
+        config = replace(CONFIG, model=model, training=training, parallel=ParallelConfig())
+        (memory,) = rank_memories(planned_run_on(config, 1, Device(8e10, 0.0)))
+        assert memory.total > 0
