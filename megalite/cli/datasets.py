@@ -11,7 +11,7 @@ import numpy.typing as npt
 from megalite.data import dataset_merge
 from megalite.data.corpus_sources import CorpusSource, split_bounds
 from megalite.data.gpt_dataset import count_tokens
-from megalite.data.indexed_dataset import IndexedDataset, sequence_lengths
+from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.inspect_dataset import (
     DatasetSummary,
     answers_and_others,
@@ -24,7 +24,7 @@ from megalite.data.inspect_dataset import (
 from megalite.data.loss_mask import LossMask, has_loss_mask
 from megalite.data.mixture import MixtureOrder, MixturePlan, num_samples_until
 from megalite.data.phases import parse_until, read_phases
-from megalite.data.sharded_dataset import list_path, open_dataset
+from megalite.data.sharded_dataset import corpus_lengths, list_path, open_dataset
 from megalite.data.tokenizers.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
 from megalite.data.tokenizers.train_tokenizer import (
     DEFAULT_VOCAB_SIZE,
@@ -92,7 +92,7 @@ def data_plan(arguments: Sequence[str]) -> None:
 
     num_tokens = []
     for source in data.sources:
-        lengths = sequence_lengths(source.path)
+        lengths = corpus_lengths(source.path)
         if lengths is None:
             raise UserError(f"{source.path}.idx of source {source.name} is not on this machine: copy it")
         sequences = CorpusSource(source.path, *split_bounds(flags.split)["train"]).sequences(len(lengths))

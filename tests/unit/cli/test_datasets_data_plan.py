@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from megalite.cli.datasets import data_plan
+from megalite.data.dataset_merge import list_shards
 from megalite.data.indexed_dataset import IndexedWriter
 from megalite.utils.errors import UserError
 
@@ -24,6 +25,9 @@ def folder(tmp_path: Path) -> Path:
     for name, length in (("web", 401), ("code", 41)):
         with IndexedWriter(str(tmp_path / name), "uint16") as writer:
             writer.add_document([np.zeros(length, np.uint16)])
+    (tmp_path / "web.idx").rename(tmp_path / "part.idx")  # web is a corpus in one shard
+    (tmp_path / "web.bin").rename(tmp_path / "part.bin")
+    list_shards([str(tmp_path / "part")], str(tmp_path / "web"), False)
     return tmp_path
 
 
