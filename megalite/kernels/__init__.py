@@ -85,7 +85,7 @@ def describe(device_type: str = "cpu") -> str:
     ops = list(_OPS)
     if device_type == "cuda":
         ops += [*_CUDA_OPS, *(op for op in _LIBRARY_OPS if is_compiled(op, "cuda"))]
-    else:
+    elif device_type == "cpu":
         ops += _CPU_OPS
     for op in ops:
         names.setdefault(implementation(op, device_type), []).append(op)
