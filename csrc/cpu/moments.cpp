@@ -5,8 +5,8 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 
+#include "../element.h"
 #include "../ops.h"
 #include "../philox.h"
 #include "isa.h"
@@ -19,27 +19,15 @@ constexpr int kPieceWords = 512;     // random words generated at a time: fits i
 constexpr int64_t kGrain = 1 << 13;  // minimum number of elements per thread
 constexpr uint32_t kShift = 120u << 23;
 
-MEGALITE_INLINE uint32_t bits(float value) {
-  uint32_t result;
-  std::memcpy(&result, &value, sizeof result);
-  return result;
-}
-
-MEGALITE_INLINE float value_of(uint32_t bits) {
-  float result;
-  std::memcpy(&result, &bits, sizeof result);
-  return result;
-}
-
 MEGALITE_INLINE uint16_t to_bf16(float value, uint32_t word) {
-  return static_cast<uint16_t>((bits(value) + word) >> 16);
+  return static_cast<uint16_t>((bits_of(value) + word) >> 16);
 }
 
 MEGALITE_INLINE uint8_t to_e4m3(float value, uint32_t word) {
   const float size = std::fabs(value);
   const int32_t small = static_cast<int32_t>((size < 0x1p-6f ? size : 0.0f) * 0x1p29f);
-  const uint32_t magnitude = size < 0x1p-6f ? static_cast<uint32_t>(small) : bits(size) - kShift;
-  return static_cast<uint8_t>(((magnitude + (word << 4)) >> 20) | ((bits(value) >> 24) & 0x80u));
+  const uint32_t magnitude = size < 0x1p-6f ? static_cast<uint32_t>(small) : bits_of(size) - kShift;
+  return static_cast<uint8_t>(((magnitude + (word << 4)) >> 20) | ((bits_of(value) >> 24) & 0x80u));
 }
 
 // Where the moments of a call are read and written; outputs are null if they are skipped.
@@ -60,9 +48,9 @@ MEGALITE_INLINE void round_piece(const Moments& to, int64_t at, int count, const
   }
   if (to.rounded_e4m3 != nullptr) {
     for (int i = 0; i < count; ++i) {
-      const uint32_t stored = to.rounded_sq != nullptr ? uint32_t{to.rounded_sq[at + i]} << 16 : bits(sq[i]);
+      const uint32_t stored = to.rounded_sq != nullptr ? uint32_t{to.rounded_sq[at + i]} << 16 : bits_of(sq[i]);
       const int32_t exponent = ((static_cast<int32_t>(stored >> 23) - 127) >> 1) - 3;
-      const float scaled = avg[i] * value_of(static_cast<uint32_t>(127 - exponent) << 23);
+      const float scaled = avg[i] * float_of(static_cast<uint32_t>(127 - exponent) << 23);
       to.rounded_e4m3[at + i] = to_e4m3(std::min(std::max(scaled, -448.0f), 448.0f), words[i] >> 16);
     }
   }
