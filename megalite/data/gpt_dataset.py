@@ -257,15 +257,20 @@ def gather(dataset: Dataset, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.i
     return np.stack([dataset[i] for i in samples.tolist()])
 
 
-def small_split(
-    indexed: IndexedDataset, sequences: range, num_tokens: int, seq_length: int, split_name: str
-) -> UserError:
-    """Return the error about a split that holds fewer tokens than one sample."""
-    return UserError(
-        f"the {split_name} split of {indexed.prefix} holds {num_tokens} tokens in {len(sequences)} "
-        f"sequences, fewer than the {seq_length + 1} of one sample: use more text, a larger "
-        "share in --split, or a smaller --seq-length"
-    )
+def split_tokens(indexed: IndexedDataset, sequences: range, seq_length: int, split_name: str) -> int:
+    """Return the number of tokens of a split.
+
+    Raises:
+        UserError: the sequences hold fewer tokens than one sample.
+    """
+    num_tokens = count_tokens(indexed.sequence_lengths, sequences)
+    if num_tokens < seq_length + 1:
+        raise UserError(
+            f"the {split_name} split of {indexed.prefix} holds {num_tokens} tokens in {len(sequences)} "
+            f"sequences, fewer than the {seq_length + 1} of one sample: use more text, a larger "
+            "share in --split, or a smaller --seq-length"
+        )
+    return num_tokens
 
 
 class GPTDataset:
@@ -299,13 +304,10 @@ class GPTDataset:
         self.indexed = indexed
         self._seq_length = seq_length
         self._vocab_size = vocab_size
-        lengths = indexed.sequence_lengths
-        num_tokens = count_tokens(lengths, sequences)
-        if num_tokens < seq_length + 1:
-            raise small_split(indexed, sequences, num_tokens, seq_length, split_name)
+        split_tokens(indexed, sequences, seq_length, split_name)
         try:
             self.index = gpt_index(
-                *(lengths, sequences, num_samples, seq_length, seed),
+                *(indexed.sequence_lengths, sequences, num_samples, seq_length, seed),
                 *(cache, indexed.prefix, split_name, indexed.check_files),
             )
         except IndexError:  # the lengths were checked on opening

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megalite.data.gpt_dataset import count_tokens, small_split
+from megalite.data.gpt_dataset import split_tokens
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.storage import FilesInUse
 
@@ -89,9 +89,7 @@ class WindowDataset:
         vocab_size: int | None = None,
         split_name: str = "train",
     ) -> None:
-        num_tokens = count_tokens(indexed.sequence_lengths, sequences)
-        if num_tokens < seq_length + 1:
-            raise small_split(indexed, sequences, num_tokens, seq_length, split_name)
+        num_tokens = split_tokens(indexed, sequences, seq_length, split_name)
         self.indexed = indexed
         self.num_windows = (num_tokens - 1) // seq_length
         self._first_token = int(indexed.sequence_offsets[sequences.start]) // indexed.dtype.itemsize
