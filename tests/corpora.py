@@ -4,9 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from megalite.data.build_datasets import BuildOptions, DatasetSplits, build_from_corpora, open_corpora
 from megalite.data.corpus_sources import SPLIT_NAMES, Sources, sources_of_one_blend
 from megalite.data.samples import GPTSamples
+
+
+class Numbers:
+    """Sample i is [which, i]."""
+
+    def __init__(self, which: int, size: int) -> None:
+        self.which, self.size = which, size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        assert 0 <= index < self.size
+        return np.array([self.which, index])
 
 
 def build_datasets(

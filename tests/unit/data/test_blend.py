@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from megalite.data import _index_builder
 from megalite.data.blend import BlendedDataset, normalized, num_samples_to_build, parse_data_path
 from megalite.utils.errors import UserError
+from tests.corpora import Numbers
 
 
 def test_order() -> None:
@@ -48,20 +49,6 @@ def test_order_of_many_is_that_of_a_look_at_all(num_datasets: int) -> None:
             furthest = int(np.argmax(weights * max(i, 1) - taken))
             assert (datasets[i], samples[i]) == (furthest, taken[furthest])
             taken[furthest] += 1
-
-
-class Numbers:
-    """Sample i is [which, i]."""
-
-    def __init__(self, which: int, size: int) -> None:
-        self.which, self.size = which, size
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        assert 0 <= index < self.size
-        return np.array([self.which, index])
 
 
 @given(st.lists(st.floats(0.001, 1000), min_size=1, max_size=8), st.integers(1, 500))

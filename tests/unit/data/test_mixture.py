@@ -22,6 +22,7 @@ from megalite.data.mixture import (
 )
 from megalite.data.phases import DataPhase, DataPhases, Source
 from megalite.utils.errors import UserError
+from tests.corpora import Numbers
 
 NAMES = "web", "code", "math", "law"
 
@@ -228,17 +229,6 @@ def test_a_source_that_runs_out_is_named_with_its_sample() -> None:
 
 
 def test_dataset_reads_the_streams_and_knows_source_and_phase() -> None:
-    class Numbers:
-        def __init__(self, which: int, size: int) -> None:
-            self.which, self.size = which, size
-
-        def __len__(self) -> int:
-            return self.size
-
-        def __getitem__(self, index: int) -> np.ndarray:
-            assert 0 <= index < self.size
-            return np.array([self.which, index])
-
     plan = of(DataPhase((60, "samples"), "weights", {"web": 1.0, "code": 1.0}, True), END, max_epochs=0.5)
     dataset = MixtureDataset(plan, 100, Numbers)
     assert [tuple(dataset[i].tolist()) for i in range(100)] == ordered(plan, 100)
