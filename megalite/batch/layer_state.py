@@ -1,4 +1,4 @@
-"""What blocks, layers and stages of a model pass on: hidden states, keys for later layers, terms of the loss.
+"""Values that blocks, layers and stages pass on: hidden states, keys for later layers, terms of the loss.
 
 Shapes: s sequence, b microbatch, h hidden size, l layers, e size of a layer's own embedding, g' key/value
 heads of a rank, d head size. With sequence parallelism every ``[s, b, h]`` is a rank's slice,
@@ -124,7 +124,7 @@ def largest_total(terms: Terms) -> Tensor:
 
 
 class BlockOutput(NamedTuple):
-    """What a layer adds to its input: ``x + bias``, which the kernel of the residual connection adds.
+    """Output of a block, ``x + bias``, which the kernel of the residual connection adds to the input.
 
     Attributes:
         x: ``[s, b, h]``.
@@ -140,7 +140,7 @@ class BlockOutput(NamedTuple):
 
 
 class LayerState(NamedTuple):
-    """What a layer gets from the layers before it, and from the stage before its own.
+    """State that a layer reads, from the layers before it and from the stage before its own.
 
     Attributes:
         hidden: ``[s, b, h]``.

@@ -30,7 +30,7 @@ EXPERT_NOTES = {
     "tensorwise": "GEMMs in the dtype of the model; --fp8-recipe blockwise and mxfp8 round operands too",
     "nvfp4": "gradients are rounded to the nearest, and not at random",
 }
-"""What differs in the GEMMs of experts, by fp8_recipe, for the log."""
+"""Differences of the GEMMs of experts, by fp8_recipe, for the log."""
 
 
 @dataclass(frozen=True)
