@@ -206,11 +206,13 @@ class StepResult:
 class TrainStep:
     """Training iterations of this rank.
 
-    It has no state of its own: the run's progress determines the next iteration.
+    The run's progress determines the next iteration.
 
     The device decides whether to update the weights, by the same rules as the host, from its own loss and
-    gradient norm. The host reads both numbers after the update is queued, so the device has work while the
-    host waits for them, checks them and prepares the next iteration.
+    gradient norm. The host reads both numbers after it has queued the update and, if the caller allows it,
+    the gradients of the next iteration. So the device has work while the host waits for the numbers and
+    checks them, and while callbacks run. The weights, the optimizer state and the progress are those after
+    this iteration: only its update changes them for the next one.
 
     Args:
         run: config, topology and timers of the run.
@@ -247,14 +249,21 @@ class TrainStep:
         self.batches = GlobalBatches(run)
         self.hidden_shape = cache(partial(hidden_shape, run.config))
         self.loss_names = loss_names
+        self._queued: dict[IterationPlan, tuple[Tensor, Tensor]] = {}  # results of `compute_gradients`
 
-    def __call__(self, progress: TrainingProgress) -> StepResult:
-        """Run the iteration that follows `progress`."""
+    def __call__(self, progress: TrainingProgress, *, queues_next: bool = False) -> StepResult:
+        """Run the iteration that follows `progress`.
+
+        Args:
+            queues_next: queue the gradients of the next iteration before the host waits for this one's
+                results. The next iteration must not depend on them: see `Trainer.can_queue_next`.
+        """
         plan = self.plan_iteration(progress)
+        queued, self._queued = self._queued, {}
         if plan.is_excluded:
             return StepResult(plan, math.nan, math.nan, skipped=True)
 
-        mean_losses, norm = self.compute_gradients(plan)
+        mean_losses, norm = queued.get(plan) or self.compute_gradients(plan)
         mean_loss = mean_losses.sum()
         scalars = AsyncValues(torch.stack((norm, *mean_losses)))
 
@@ -266,6 +275,10 @@ class TrainStep:
                 plan.learning_rate, plan.weight_decay, norm, is_allowed, plan.decoupled_learning_rate
             )
 
+        next_plan = self.plan_iteration(progress.after(plan.num_samples))
+        if queues_next and not next_plan.is_excluded:
+            self._queued = {next_plan: self.compute_gradients(next_plan)}
+
         with self.topology.events.during(DEVICE):
             grad_norm, *each_loss = scalars.read()
         loss = sum(each_loss)
@@ -274,6 +287,7 @@ class TrainStep:
         can_go_down = scaler.can_go_down
         anomaly = self.check.find(loss, grad_norm, progress.recent_losses, can_go_down)
         if anomaly is not None:
+            self._queued.clear()  # to locate it, microbatches run again and overwrite the gradients
             return StepResult(plan, loss, grad_norm, skipped=True, anomaly=anomaly, losses=losses)
         overflowed = not math.isfinite(grad_norm)
         scaler.update(overflowed)

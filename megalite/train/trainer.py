@@ -20,7 +20,9 @@ from megalite.data.batch_loader import NUM_AHEAD, BatchLoader
 from megalite.data.build_datasets import DatasetSplits
 from megalite.data.gpt_dataset import Dataset
 from megalite.distributed.topology import Topology
+from megalite.model.experts import Router
 from megalite.model.stage import DTYPES, Stage, is_own_model
+from megalite.optim.loss_scaler import DynamicLossScaler
 from megalite.optim.weight_gathering import WeightGathering
 from megalite.pipeline.executor import Pipeline
 from megalite.pipeline.point_to_point import PointToPoint
@@ -78,6 +80,9 @@ class Trainer:
         progress: iterations and samples so far; `step` advances it.
         gathering: how long ZeRO stage 3 keeps gathered weights.
         epilogues: where GELU and bias gradients are computed on a GPU, for the log.
+        can_queue_next: whether an iteration's gradients do not depend on the results of the one before.
+            They do with a dynamic loss scale. And a model of your own with buffers may change them in
+            forward, which could not be undone.
         global_batch_size: samples per batch after the ramp-up, and per batch in an evaluation.
     """
 
@@ -123,15 +128,29 @@ class Trainer:
             self.saver.before_update,
         )
         self.evaluator = Evaluator(run, self.chunks, self.pipeline)
+        changes_buffers = any(
+            next(module.buffers(recurse=False), None) is not None
+            for chunk in self.chunks
+            for module in chunk.modules()
+            if not isinstance(module, Router)  # only an update changes a router's buffers
+        )
+        self.can_queue_next = not (changes_buffers or isinstance(self.optimizer.scaler, DynamicLossScaler))
         self._is_unchecked = is_own_model(run.providers.model) and topology.device.type != "meta"
         if self.timers.level > 0:
             topology.observers.append(self.timers)
 
-    def step(self) -> StepResult:
-        """Train one iteration and advance the progress."""
+    def step(self, *, queues_next: bool = False) -> StepResult:
+        """Train one iteration and advance the progress.
+
+        Args:
+            queues_next: let a GPU begin the next iteration before the host waits for this one's results, if
+                `can_queue_next`. The results are the same. Until the next call, the gradients are those of
+                the next iteration, and only weights and state may be read; nothing may be changed.
+        """
         for chunk in self.chunks:
             chunk.train()
-        result = self.train_step(self.progress)
+        queues_next = queues_next and self.can_queue_next and not self._is_unchecked
+        result = self.train_step(self.progress, queues_next=queues_next)
         if self._is_unchecked:
             self._is_unchecked = False
             buffers = saved_buffers(self.chunks, self.topology)

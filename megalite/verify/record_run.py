@@ -145,15 +145,16 @@ def record_rank(
                 gradients.update(_gather(trainer, trainer.optimizer.gradient))
 
         trainer.train_step.before_update.append(keep_first)  # before they are clipped
+        counted = num_iterations - 1 if not is_quick and config.model.has_experts else None
         for iteration in range(num_before, num_iterations):
             if not is_quick and config.checkpoint.save is not None and iteration == (num_iterations + 1) // 2:
                 trainer.save(is_last=True)
-            counts_experts = not is_quick and config.model.has_experts and iteration == num_iterations - 1
-            if counts_experts:
+            if iteration == counted:
                 begin_counts(trainer)
-            results.append(trainer.step())
-            if counts_experts:
-                expert_use = _figures(loads_of_layers(end_counts(trainer), trainer))
+            # As on a GPU: the save must not depend on the queued iteration.
+            results.append(trainer.step(queues_next=iteration + 1 not in (num_iterations, counted)))
+        if counted is not None:
+            expert_use = _figures(loads_of_layers(end_counts(trainer), trainer))
         trainer.optimizer.finish_weights()
         weights = _gather(trainer, trainer.optimizer.weight) | _gather_buffers(trainer)
         if trainer.optimizer.averages is not None:

@@ -37,6 +37,7 @@ class DeviceChecks(EagerMode):
     Attributes:
         mixed: operators with tensors of the host and of the device.
         waits: what lets the host wait for the device while `watches_waits` is set.
+        num_launched: number of operators in `launches` before each of these waits.
         pageable: copies that must not wait, of host memory that is not pinned: CUDA waits in them.
         launches: numbers of operators on the device, by phase and name.
         phase: the phase that operators count for.
@@ -52,6 +53,7 @@ class DeviceChecks(EagerMode):
         """Start the checks of other train steps."""
         self.mixed: list[str] = []
         self.waits: list[str] = []
+        self.num_launched: list[int] = []
         self.pageable: list[str] = []
         self.watches_waits = False
         self.phase = "setup"
@@ -78,6 +80,7 @@ class DeviceChecks(EagerMode):
         """Note that the host waits for the device."""
         if self.watches_waits:
             self.waits.append(f"{what} in {self.phase} by {_caller()}")
+            self.num_launched.append(sum(counts.total() for counts in self.launches.values()))
 
     def executor(self, *_: object, **__: object) -> InlineExecutor:
         """Return what stands for a ThreadPoolExecutor."""

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from tests.fake_cuda.cases import Case
     from tests.fake_cuda.checks import DeviceChecks
 
-NUM_ITERATIONS = 2  # the first one tries operators, which reads results
 MAX_SECONDS = 120.0
 BETWEEN = "reduction"
 """The phase between backward and the update: reductions, the norm and clipping."""
@@ -35,7 +34,8 @@ class Outcome:
     Attributes:
         error: traceback of the exception that ended it, or an empty string.
         mixed: operators with tensors of the host and of the device, in any iteration.
-        waits: waits of the host before the update is queued.
+        waits: waits of the host in an iteration, from the end of an update to the end of the next one.
+        num_launched: number of operators that the iteration has launched before each wait.
         pageable: copies without a wait, of host memory that is not pinned, in any iteration.
         misplaced: weights, gradients and state with another device or dtype than expected.
         launches: numbers of operators, by phase and name.
@@ -44,6 +44,7 @@ class Outcome:
     error: str = ""
     mixed: list[str] = field(default_factory=list)
     waits: list[str] = field(default_factory=list)
+    num_launched: list[int] = field(default_factory=list)
     pageable: list[str] = field(default_factory=list)
     misplaced: list[str] = field(default_factory=list)
     launches: dict[str, Counter[str]] = field(default_factory=dict)
@@ -112,6 +113,7 @@ def _run(case: Case, rank: int, checks: DeviceChecks) -> Outcome:
     except Exception:
         outcome.error = traceback.format_exc()
     outcome.mixed, outcome.waits, outcome.pageable = checks.mixed, checks.waits, checks.pageable
+    outcome.num_launched = checks.num_launched
     return outcome
 
 
@@ -125,15 +127,16 @@ def _train(config: Any, topology: Topology, checks: DeviceChecks, outcome: Outco
 
         def step(*arguments: Any) -> None:
             queue_update(*arguments)
-            checks.watches_waits = False
+            if not checks.watches_waits:  # the first iteration tries operators, which reads results
+                checks.launches.clear()
+                checks.watches_waits = True
 
         trainer.optimizer.step = step  # type: ignore[method-assign]
-        for iteration in range(NUM_ITERATIONS):
-            checks.launches.clear()
-            checks.phase = BETWEEN
-            checks.watches_waits = iteration == NUM_ITERATIONS - 1
-            result = trainer.step()
+        checks.phase = BETWEEN
+        for queues_next in (True, False):
+            result = trainer.step(queues_next=queues_next)
             assert not result.skipped, result
+        checks.watches_waits = False
         outcome.launches = dict(checks.launches)
         checks.phase = "after the steps"  # reading the weights launches operators, too
         outcome.misplaced = _misplaced(trainer)

@@ -20,6 +20,8 @@ from tests.fake_cuda.refusals import OVERLAP
 from tests.fake_cuda.rows import covering_rows, parts
 
 ROWS = list(covering_rows(list(CASES.values())))
+RESULTS = "reduction by megalite/hardware/host_memory.py (read)"
+"""The wait for loss and norm."""
 WAITS_WITH_OFFLOADED_STATE = {
     "reduction by megalite/distributed/topology.py (to_host)",  # the norm, and so all gradients
     "reduction by megalite/optim/adamw.py (step)",  # whether to update, and what the host's update needs
@@ -27,7 +29,8 @@ WAITS_WITH_OFFLOADED_STATE = {
 
 
 def check(gpu: FakeGpu, case: Case) -> None:
-    waits = WAITS_WITH_OFFLOADED_STATE if case.config().optimizer.optimizer_cpu_offload else set()
+    config = case.config()
+    waits = {RESULTS, *(WAITS_WITH_OFFLOADED_STATE if config.optimizer.optimizer_cpu_offload else ())}
     for rank, outcome in gpu(case).items():
         assert not outcome.error, f"rank {rank}: {outcome.error}"
         assert not outcome.mixed, "\n".join([f"rank {rank} mixes devices:", *outcome.mixed])
@@ -36,6 +39,11 @@ def check(gpu: FakeGpu, case: Case) -> None:
         assert not outcome.pageable, "\n".join([f"rank {rank} copies pageable memory:", *outcome.pageable])
         assert not outcome.misplaced, "\n".join([f"rank {rank} has:", *outcome.misplaced])
         assert outcome.launches["backward"]
+        # The first wait is for the results of the first iteration. Until then, the second one's gradients
+        # are queued, unless their scale depends on these results.
+        num_before = sum(outcome.launches[phase].total() for phase in ("forward", "backward"))
+        has_dynamic_scale = config.model.params_dtype == "fp16"
+        assert (outcome.num_launched[0] >= num_before) is not has_dynamic_scale, outcome.num_launched
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.layout} {row.preset}")
