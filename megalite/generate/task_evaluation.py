@@ -79,6 +79,9 @@ class TaskEvaluation(Callback):
         self.tokenizer = tokenizer
         self.writers = writers
 
+    def needs_boundary(self, loop: TrainingLoop, iteration: int) -> bool:
+        return is_due(iteration, _interval(loop))
+
     def after_iteration(self, loop: TrainingLoop, result: StepResult) -> None:
         is_urgent = loop.stop is not None and loop.stop.is_urgent
         if is_due(loop.iteration, _interval(loop)) and not is_urgent:

@@ -26,6 +26,9 @@ class Callback:
     Hooks run in the order of the list, `on_end` in reverse. Every rank calls every hook, so a hook may
     communicate. Only the time of `after_step` counts as time of the iteration.
 
+    On a GPU, the next iteration's forward and backward are queued before the hooks of this one run, and the
+    GPU computes them meanwhile: see `needs_boundary`.
+
     To stop the run, call `loop.request_stop` on every rank. The run ends after the iteration's last hook.
     `loop.evaluate` and `loop.save` evaluate and save at any time, on every rank, and notify all callbacks.
 
@@ -51,6 +54,17 @@ class Callback:
 
     def after_iteration(self, loop: TrainingLoop, result: StepResult) -> None:
         """Run between two iterations."""
+
+    def needs_boundary(self, loop: TrainingLoop, iteration: int) -> bool:
+        """Return whether the iteration after this one begins only after the hooks between the two.
+
+        By default it does if the callback has such hooks. Return False if they only use the result, or read
+        weights and optimizer state: at that time, the gradients may be those of the next iteration, and what
+        `before_step` changes comes too late for its forward. They may still stop the run, evaluate and save.
+
+        It is called before the iteration, and must return the same on every rank.
+        """
+        return any(_overrides(self, hook) for hook in ("before_step", "after_step", "after_iteration"))
 
     def on_evaluation(self, loop: TrainingLoop, metrics: ValidationMetrics) -> None:
         """Run after each evaluation, with its result."""
@@ -123,6 +137,8 @@ class TrainingLoop:
     Attributes:
         num_iterations: number of iterations of the whole run.
         stop: why the run ends before its last iteration; None while it continues, and once it is finished.
+        queues_next: queue the next iteration's gradients before the hooks of this one run, if no callback
+            needs the boundary. By default on a GPU. A CPU computes them at once, so the hooks would be late.
     """
 
     def __init__(
@@ -133,6 +149,7 @@ class TrainingLoop:
         self._callbacks = tuple(callbacks)
         self.num_iterations = trainer.config.num_iterations(trainer.topology.sample_ranks.size)
         self.stop: Stop | None = None
+        self.queues_next = trainer.topology.device.type == "cuda" and trainer.can_queue_next
 
     @property
     def iteration(self) -> int:
@@ -250,6 +267,9 @@ class TrainingLoop:
             for callback in self._callbacks:
                 stack.enter_context(callback.running(self))
             self.states()  # reports a state that cannot be saved now, rather than at the first save
+            waiting = [type(each).__name__ for each in self._callbacks if each.needs_boundary(self, 0)]
+            if self.queues_next and waiting:
+                log.info("no iteration is queued before the hooks of %s (needs_boundary)", ", ".join(waiting))
             while not self.is_ending:
                 self._run_iteration()
         return self.stop
@@ -257,13 +277,20 @@ class TrainingLoop:
     def _run_iteration(self) -> None:
         for callback in self._callbacks:
             callback.before_step(self)
-        result = self.trainer.step()
+        result = self.trainer.step(queues_next=self._may_queue_next())
         if not self.is_finished:
             self.request_stop(self.stop_conditions.after(self.iteration))
         for callback in self._callbacks:
             callback.after_step(self, result)
         for callback in self._callbacks:
             callback.after_iteration(self, result)
+
+    def _may_queue_next(self) -> bool:
+        """Return whether to queue an iteration before the hooks of the one before it run."""
+        iteration, exit_interval = self.next_iteration, self.trainer.config.training.exit_interval
+        is_last = iteration == self.num_iterations or is_due(iteration, exit_interval)
+        needed = any(callback.needs_boundary(self, iteration) for callback in self._callbacks)
+        return self.queues_next and not is_last and not needed
 
 
 def train(
@@ -327,6 +354,11 @@ class Checkpointing(Callback):
         with loop.trainer.saver.training_from(loop.iteration):
             yield
 
+    def needs_boundary(self, loop: TrainingLoop, iteration: int) -> bool:
+        config = loop.trainer.config.checkpoint
+        intervals = config.save_interval, config.non_persistent_save_interval
+        return any(is_due(iteration, interval) for interval in intervals)
+
     def after_iteration(self, loop: TrainingLoop, result: StepResult) -> None:
         trainer, config = loop.trainer, loop.trainer.config.checkpoint
         trainer.saver.poll()
@@ -349,6 +381,9 @@ class Checkpointing(Callback):
 
 class Evaluation(Callback):
     """Evaluation every --eval-interval iterations, and once the run is finished."""
+
+    def needs_boundary(self, loop: TrainingLoop, iteration: int) -> bool:
+        return is_due(iteration, loop.trainer.config.training.eval_interval)
 
     def after_iteration(self, loop: TrainingLoop, result: StepResult) -> None:
         is_urgent = loop.stop is not None and loop.stop.is_urgent
@@ -386,6 +421,9 @@ class GarbageCollection(Callback):
                 gc.unfreeze()
             if was_enabled:
                 gc.enable()
+
+    def needs_boundary(self, loop: TrainingLoop, iteration: int) -> bool:
+        return False
 
     def _collect_and_freeze(self) -> None:
         gc.collect()

@@ -349,6 +349,9 @@ class PipelineTracing(Callback):
             first, last = self._numbers[0], self._numbers[-1]
             log.warning("--trace-pipeline %d:%d: no trace, as the run had no such iteration", first, last)
 
+    def needs_boundary(self, loop: TrainingLoop, iteration: int) -> bool:
+        return iteration in self._numbers or iteration + 1 in self._numbers
+
     def before_step(self, loop: TrainingLoop) -> None:
         if loop.next_iteration not in self._numbers:
             return

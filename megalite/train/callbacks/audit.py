@@ -77,6 +77,10 @@ class Audit(Callback):
             trainer.train_step.before_update.remove(before_update)
             self._microbatch.close()
 
+    def needs_boundary(self, loop: TrainingLoop, iteration: int) -> bool:
+        interval = loop.trainer.config.training.audit_interval
+        return is_due(iteration, interval) or is_due(iteration + 1, interval)
+
     def before_step(self, loop: TrainingLoop) -> None:
         if is_due(loop.next_iteration, loop.trainer.config.training.audit_interval):
             self._microbatch.start()

@@ -74,6 +74,14 @@ class MetricsLogging(Callback):
             self.compiling = stack.enter_context(compile_time(trainer.config.training))
             yield
 
+    def needs_boundary(self, loop: TrainingLoop, iteration: int) -> bool:
+        logging = loop.trainer.config.logging
+        if logging.log_num_zeros_in_grad:  # also after an iteration that a signal makes the last one
+            return True
+        if self.times is not None:  # it records the last iteration of an interval, and kernels before it
+            return any(is_due(iteration + ahead, logging.log_interval) for ahead in range(3))
+        return loop.trainer.timers.level > 0 and any(is_due(iteration, each) for each in self.meters)
+
     def before_step(self, loop: TrainingLoop) -> None:
         self.compiling.take()  # compilation in an evaluation, while the meters are paused
         if self.times is not None:
@@ -131,6 +139,9 @@ class LayerNorms(Callback):
     def __init__(self, writers: Writers) -> None:
         self.writers = writers
 
+    def needs_boundary(self, loop: TrainingLoop, iteration: int) -> bool:
+        return is_due(iteration, loop.trainer.config.logging.log_layer_grad_norms_interval)
+
     def after_iteration(self, loop: TrainingLoop, result: StepResult) -> None:
         trainer = loop.trainer
         has_gradient = not result.plan.is_excluded and result.anomaly is None
@@ -180,6 +191,9 @@ class OptimizerNorms(Callback):
 
     def __init__(self, writers: Writers) -> None:
         self.writers = writers
+
+    def needs_boundary(self, loop: TrainingLoop, iteration: int) -> bool:
+        return is_due(iteration, loop.trainer.config.logging.dashboard_interval)
 
     def after_iteration(self, loop: TrainingLoop, result: StepResult) -> None:
         if is_due(loop.iteration, loop.trainer.config.logging.dashboard_interval):
@@ -231,6 +245,10 @@ class ExpertLogging(Callback):
     def __init__(self, writers: Writers) -> None:
         self.writers = writers
         self._counted: dict[int, RoutingStatistics] = {}  # by row
+
+    def needs_boundary(self, loop: TrainingLoop, iteration: int) -> bool:
+        interval = logged_interval(loop.trainer.config)
+        return is_due(iteration, interval) or is_due(iteration + 1, interval)
 
     def before_step(self, loop: TrainingLoop) -> None:
         if is_due(loop.next_iteration, logged_interval(loop.trainer.config)):

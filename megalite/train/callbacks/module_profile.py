@@ -30,6 +30,9 @@ class ModuleProfile(Callback):
             with topology.agreed():
                 check_file(file_of_rank(config.profile_modules_file, topology))
 
+    def needs_boundary(self, loop: TrainingLoop, iteration: int) -> bool:
+        return iteration + 1 == loop.trainer.config.logging.profile_modules
+
     def before_step(self, loop: TrainingLoop) -> None:
         if loop.next_iteration == loop.trainer.config.logging.profile_modules:
             log_module_profile(loop.trainer)

@@ -31,6 +31,9 @@ SPIKE_FACTOR = 10.0
 class NanLocation(Callback):
     """Log of each anomaly with the layer and the microbatch in which it began."""
 
+    def needs_boundary(self, loop: TrainingLoop, iteration: int) -> bool:
+        return False  # after an anomaly, the train step computes the next iteration's gradients again
+
     def after_step(self, loop: TrainingLoop, result: StepResult) -> None:
         if result.anomaly is not None:
             text = anomaly_text(loop.trainer, result.anomaly, result.plan)

@@ -43,6 +43,9 @@ class Profiler(Callback):
         with memory_history(logging, topology), profile as self._step:
             yield
 
+    def needs_boundary(self, loop: TrainingLoop, iteration: int) -> bool:
+        return False  # a profile shows iterations as they run without it
+
     def after_step(self, loop: TrainingLoop, result: StepResult) -> None:
         self._step()
 

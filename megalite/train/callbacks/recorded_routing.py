@@ -52,6 +52,9 @@ class RoutingRecording(Callback):
             make_writable(self._folder, "--record-routing")
         check_routers(trainer, "--record-routing")
 
+    def needs_boundary(self, loop: TrainingLoop, iteration: int) -> bool:
+        return any(map(loop.trainer.config.logging.records_routing, (iteration, iteration + 1)))
+
     def before_step(self, loop: TrainingLoop) -> None:
         self._recorders: dict[str, ChoiceRecorder] = {}
         if loop.trainer.config.logging.records_routing(loop.next_iteration):

@@ -87,6 +87,9 @@ class Stragglers(Callback):
                 )
             self._clock = DeviceClock(topology.device, topology.events)
 
+    def needs_boundary(self, loop: TrainingLoop, iteration: int) -> bool:
+        return is_due(iteration, self._interval) or is_due(iteration + 1, self._interval)
+
     def before_step(self, loop: TrainingLoop) -> None:
         self._clock.begin(is_last=is_due(loop.next_iteration, self._interval))
 

@@ -8,8 +8,9 @@ import math
 import runpy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,8 +22,30 @@ from megalite.checkpoint.manifest import read_manifest
 from megalite.config import CheckpointConfig, Config, DataConfig, OptimizerConfig, TrainingConfig
 from megalite.config.presets import PRESETS
 from megalite.distributed.topology import Topology
-from megalite.train.callbacks import default_callbacks
-from megalite.train.loop import Callback, TrainingLoop, check_callbacks, train
+from megalite.train.callbacks import (
+    Audit,
+    ExpertLogging,
+    LayerNorms,
+    MetricsLogging,
+    ModuleProfile,
+    NanLocation,
+    OptimizerNorms,
+    PipelineTracing,
+    Profiler,
+    RoutingRecording,
+    RoutingReplay,
+    Stragglers,
+    default_callbacks,
+)
+from megalite.train.loop import (
+    Callback,
+    Checkpointing,
+    Evaluation,
+    GarbageCollection,
+    TrainingLoop,
+    check_callbacks,
+    train,
+)
 from megalite.train.stopping import RequeueNote, Stop, StopConditions, Stopped, StopSignals
 from megalite.train.telemetry.metrics import ValidationMetrics
 from megalite.train.telemetry.writers import Writers
@@ -344,6 +367,75 @@ def test_any_callback_may_evaluate_and_save(one_rank: Topology, tmp_path: Path) 
         *("test at 2", "save at 2"),
         *("save at 3", "test at 3"),
     ]
+
+
+def test_a_callback_with_hooks_between_iterations_needs_the_boundary(
+    one_rank: Topology, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Queueing(Callback):
+        def after_step(self, loop: TrainingLoop, result: StepResult) -> None: ...
+
+        def needs_boundary(self, loop: TrainingLoop, iteration: int) -> bool:
+            return False
+
+    config = Config(
+        model=replace(PRESETS["gpt-tiny"], vocab_size=64),
+        data=DataConfig(mock_data=True),
+        training=TrainingConfig(train_iters=2, eval_iters=0),
+    )
+    stop = StopConditions(config.training, one_rank, StopSignals(RequeueNote(None)))
+    with start_trainer(config, one_rank) as trainer, caplog.at_level(logging.INFO, "megalite"):
+        loop = TrainingLoop(trainer, stop, [OneMinuteIterations(), StopAtLoss(99.0), OnlyState(), Queueing()])
+        loop.queues_next = True  # as on a GPU
+        loop.run()
+    lines = [record.getMessage() for record in caplog.records if "queued" in record.getMessage()]
+    assert lines == [
+        "no iteration is queued before the hooks of OneMinuteIterations, StopAtLoss (needs_boundary)"
+    ]
+
+
+EVERY = list(range(1, 9))
+BOUNDARIES: list[tuple[Callback, dict[str, Any], dict[str, Any], list[int]]] = [
+    (Evaluation(), {"eval_interval": 4}, {}, [4, 8]),
+    (Checkpointing(), {"save_interval": 3, "non_persistent_save_interval": 2}, {}, [2, 3, 4, 6, 8]),
+    (GarbageCollection(), {"manual_gc_interval": 1}, {}, []),
+    (NanLocation(), {}, {}, []),
+    (Profiler(), {"profile_execution": True}, {}, []),
+    (Audit(), {"audit_interval": 4}, {}, [3, 4, 7, 8]),
+    (ModuleProfile(), {"profile_modules": 5}, {}, [4]),
+    (PipelineTracing(), {}, {"_numbers": range(5, 7)}, [4, 5, 6]),
+    (Stragglers(), {}, {"_interval": 4}, [3, 4, 7, 8]),
+    (RoutingRecording(), {"record_routing": "r", "record_routing_iterations": "5:6"}, {}, [4, 5, 6]),
+    (RoutingReplay(), {}, {}, EVERY),
+    (LayerNorms(None), {"log_layer_grad_norms_interval": 4}, {}, [4, 8]),
+    (OptimizerNorms(None), {"tensorboard_log_interval": 4}, {}, [4, 8]),
+    (
+        ExpertLogging(None),
+        {"num_experts": 2, "metrics_file": "m", "log_experts_interval": 4},
+        {},
+        [3, 4, 7, 8],
+    ),
+    (MetricsLogging(None), {}, {"meters": {1: None}}, []),
+    (MetricsLogging(None), {"timing_log_level": 1}, {"meters": {4: None, 3: None}}, [3, 4, 6, 8]),
+    (MetricsLogging(None), {"log_num_zeros_in_grad": True}, {"meters": {4: None}}, EVERY),
+    (MetricsLogging(None), {"log_interval": 5}, {"times": object()}, [3, 4, 5, 8]),
+]  # type: ignore[arg-type]
+"""A callback, options, what its `running` would set, and the iterations whose hooks precede the next one."""
+
+
+@pytest.mark.parametrize("row", BOUNDARIES, ids=lambda row: type(row[0]).__name__)
+def test_iterations_that_are_known_to_need_the_boundary(
+    row: tuple[Callback, dict[str, Any], dict[str, Any], list[int]],
+) -> None:
+    callback, options, attributes, expected = row
+    config = Config()
+    for name, value in options.items():
+        (group,) = (each.name for each in fields(config) if hasattr(getattr(config, each.name), name))
+        config = replace(config, **{group: replace(getattr(config, group), **{name: value})})
+    vars(callback).update(attributes)
+    timers = SimpleNamespace(level=config.logging.timers_level)
+    loop: Any = SimpleNamespace(trainer=SimpleNamespace(config=config, timers=timers))
+    assert [each for each in EVERY if callback.needs_boundary(loop, each)] == expected
 
 
 UP = "layers.0.mlp.up.weight"
