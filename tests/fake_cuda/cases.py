@@ -24,6 +24,7 @@ class Case:
         options: other fields of the config.
         num_microbatches: number of microbatches on each rank.
         injected: name of an error in the code; see `injected.py`.
+        num_logged: iterations of the training loop, with a log line each; 0 to train two without the loop.
     """
 
     layout: Layout
@@ -31,6 +32,7 @@ class Case:
     options: Mapping[str, Any]
     num_microbatches: int
     injected: str = ""
+    num_logged: int = 0
 
     @property
     def ranks(self) -> range:
@@ -56,7 +58,9 @@ class Case:
             optimizer=OptimizerConfig(lr=1e-3),
             data=DataConfig(mock_data=True),
             # The device cannot time GEMMs, so it cannot choose the form of their epilogues.
-            training=TrainingConfig(train_iters=10, micro_batch_size=2, eval_iters=0, gemm_epilogues="on"),
+            training=TrainingConfig(
+                train_iters=self.num_logged or 10, micro_batch_size=2, eval_iters=0, gemm_epilogues="on"
+            ),
         )
         for name, value in {**self.options, "num_layers": self.num_layers}.items():
             (group,) = (each.name for each in fields(config) if hasattr(getattr(config, each.name), name))

@@ -10,7 +10,7 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -109,7 +109,7 @@ def _run(case: Case, rank: int, checks: DeviceChecks) -> Outcome:
         mesh = config.parallel.mesh
         fake = Topology.fake(mesh, case.layout.world_size, rank, "cuda:0")
         with INJECTED[case.injected](), fake as topology, checks.active():
-            _train(config, topology, checks, outcome)
+            _train(config, topology, checks, outcome, in_loop=case.num_logged > 0)
     except Exception:
         outcome.error = traceback.format_exc()
     outcome.mixed, outcome.waits, outcome.pageable = checks.mixed, checks.waits, checks.pageable
@@ -117,7 +117,7 @@ def _run(case: Case, rank: int, checks: DeviceChecks) -> Outcome:
     return outcome
 
 
-def _train(config: Any, topology: Topology, checks: DeviceChecks, outcome: Outcome) -> None:
+def _train(config: Any, topology: Topology, checks: DeviceChecks, outcome: Outcome, *, in_loop: bool) -> None:
     from megalite.train.trainer import start_trainer
 
     with start_trainer(config, topology) as trainer:
@@ -133,13 +133,29 @@ def _train(config: Any, topology: Topology, checks: DeviceChecks, outcome: Outco
 
         trainer.optimizer.step = step  # type: ignore[method-assign]
         checks.phase = BETWEEN
-        for queues_next in (True, False):
+        if in_loop:
+            _run_loop(trainer)
+        for queues_next in () if in_loop else (True, False):
             result = trainer.step(queues_next=queues_next)
             assert not result.skipped, result
         checks.watches_waits = False
         outcome.launches = dict(checks.launches)
         checks.phase = "after the steps"  # reading the weights launches operators, too
         outcome.misplaced = _misplaced(trainer)
+
+
+def _run_loop(trainer: Trainer) -> None:
+    """Run the training loop with the default callbacks and a log line for each iteration."""
+    from megalite.train.callbacks import default_callbacks
+    from megalite.train.loop import train
+    from megalite.train.stopping import RequeueNote, StopConditions, StopSignals
+    from megalite.train.telemetry.writers import Writers
+
+    config = replace(trainer.config, logging=replace(trainer.config.logging, log_interval=1))
+    stop = StopConditions(config.training, trainer.topology, StopSignals(RequeueNote(None)))
+    stop._agreed = lambda: [0.0] * 4  # type: ignore[method-assign]  # fake tensors have no values
+    with Writers(config.logging, trainer.topology, "") as writers:
+        assert train(trainer, stop, default_callbacks(writers, config)) == 0
 
 
 class _Phases:

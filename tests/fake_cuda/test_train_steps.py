@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from operator import sub
 
 import pytest
 
@@ -49,6 +50,23 @@ def check(gpu: FakeGpu, case: Case) -> None:
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.layout} {row.preset}")
 def test_a_step_neither_mixes_devices_nor_waits(gpu: FakeGpu, row: Case) -> None:
     check(gpu, row)
+
+
+@pytest.mark.parametrize("layout", ["tp1", "pp2dp2+zero3"])
+def test_the_loop_queues_an_iteration_before_each_wait_but_the_last(gpu: FakeGpu, layout: str) -> None:
+    """Test it with log lines, checks of the loss and of signals, and garbage collections in between."""
+    whole = replace(
+        case(layout, check_for_spiky_loss=True, manual_gc_interval=1, hang_timeout=0), num_logged=4
+    )
+    for outcome in gpu(whole).values():
+        assert not outcome.error, outcome.error
+        waits = [re.sub(r".* in |:\d+", "", wait) for wait in outcome.waits]
+        assert waits == [RESULTS] * whole.num_logged, outcome.waits
+        # The launches after the first update: the second iteration's gradients, then its update and the
+        # third one's gradients, and so on. The last iteration queues none.
+        gradients, *periods, last = map(sub, outcome.num_launched, [0, *outcome.num_launched])
+        assert len(set(periods)) == 1
+        assert 0 < last == periods[0] - gradients < periods[0]
 
 
 def test_few_rows_have_every_pair_of_the_cases() -> None:
