@@ -288,9 +288,9 @@ class TrainingLoop:
     def _may_queue_next(self) -> bool:
         """Return whether to queue an iteration before the hooks of the one before it run."""
         iteration, exit_interval = self.next_iteration, self.trainer.config.training.exit_interval
-        is_last = iteration == self.num_iterations or is_due(iteration, exit_interval)
-        needed = any(callback.needs_boundary(self, iteration) for callback in self._callbacks)
-        return self.queues_next and not is_last and not needed
+        if not self.queues_next or iteration == self.num_iterations or is_due(iteration, exit_interval):
+            return False
+        return not any(callback.needs_boundary(self, iteration) for callback in self._callbacks)
 
 
 def train(

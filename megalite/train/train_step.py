@@ -224,6 +224,8 @@ class TrainStep:
     Attributes:
         before_update: functions that are called then.
         hidden_shape: see `global_batch.hidden_shape`; takes the tokens of a sequence.
+        queued: result of `compute_gradients` for the next iteration by its plan, if it is queued. Without it,
+            the iteration computes its gradients itself, so what overwrites them only has to clear it.
     """
 
     def __init__(
@@ -249,7 +251,7 @@ class TrainStep:
         self.batches = GlobalBatches(run)
         self.hidden_shape = cache(partial(hidden_shape, run.config))
         self.loss_names = loss_names
-        self._queued: dict[IterationPlan, tuple[Tensor, Tensor]] = {}  # results of `compute_gradients`
+        self.queued: dict[IterationPlan, tuple[Tensor, Tensor]] = {}
 
     def __call__(self, progress: TrainingProgress, *, queues_next: bool = False) -> StepResult:
         """Run the iteration that follows `progress`.
@@ -259,7 +261,7 @@ class TrainStep:
                 results. The next iteration must not depend on them: see `Trainer.can_queue_next`.
         """
         plan = self.plan_iteration(progress)
-        queued, self._queued = self._queued, {}
+        queued, self.queued = self.queued, {}
         if plan.is_excluded:
             return StepResult(plan, math.nan, math.nan, skipped=True)
 
@@ -277,7 +279,7 @@ class TrainStep:
 
         next_plan = self.plan_iteration(progress.after(plan.num_samples))
         if queues_next and not next_plan.is_excluded:
-            self._queued = {next_plan: self.compute_gradients(next_plan)}
+            self.queued = {next_plan: self.compute_gradients(next_plan)}
 
         with self.topology.events.during(DEVICE):
             grad_norm, *each_loss = scalars.read()
@@ -287,7 +289,7 @@ class TrainStep:
         can_go_down = scaler.can_go_down
         anomaly = self.check.find(loss, grad_norm, progress.recent_losses, can_go_down)
         if anomaly is not None:
-            self._queued.clear()  # to locate it, microbatches run again and overwrite the gradients
+            self.queued.clear()  # to locate it, microbatches run again and overwrite gradients
             return StepResult(plan, loss, grad_norm, skipped=True, anomaly=anomaly, losses=losses)
         overflowed = not math.isfinite(grad_norm)
         scaler.update(overflowed)

@@ -144,8 +144,8 @@ class Trainer:
 
         Args:
             queues_next: let a GPU begin the next iteration before the host waits for this one's results, if
-                `can_queue_next`. The results are the same. Until the next call, the gradients are those of
-                the next iteration, and only weights and state may be read; nothing may be changed.
+                `can_queue_next`. The results are the same. Until the next call, gradients are those of the
+                next iteration, and you may evaluate, save, and read weights and state, but change nothing.
         """
         for chunk in self.chunks:
             chunk.train()
@@ -172,6 +172,7 @@ class Trainer:
         num_samples: int | None = None,
     ) -> dict[str, float]:
         """Return the mean of each loss over the samples of an evaluation; see `Evaluator`."""
+        self.train_step.queued.clear()  # forward would raise the largest scores for QK-clip
         return self.evaluator(dataset, first_sample, before_batch, num_samples=num_samples)
 
     @contextmanager

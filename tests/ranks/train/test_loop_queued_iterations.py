@@ -53,9 +53,12 @@ ROUTED = replace(
     moe_router_enable_expert_bias=True,
     moe_router_load_balancing_type="global_aux_loss",
 )
+CLIPPED = {"qk_clip": True, "qk_clip_threshold": 0.01, "vocab_size": 64, "seq_length": 16}
 ROWS = {
     "tp1, spikes": ("tp1", replace(GPT, params_dtype="bf16"), {}),
     "zero 3, experts": ("dp2+zero3", ROUTED, {"ema_decay": 0.5}),
+    # Forward raises the largest scores of the iteration, and the update clips the weights by them.
+    "qk-clip": ("tp2", replace(PRESETS["llama-tiny"], **CLIPPED), {}),
     "pipeline, offloaded state": ("pp2", GPT, {"optimizer_cpu_offload": True}),
     "tensor parallel, fp16": ("tp2+sp", replace(GPT, params_dtype="fp16"), {"loss_scale": 64.0}),
 }
@@ -77,7 +80,7 @@ def _config(model: ModelConfig, **optimizer: Any) -> Config:
 
 
 class Queueing(Callback):
-    """Queues iterations or does not, and stops the run when no one expects it.
+    """Queues iterations or does not; evaluates and stops the run when no one expects it.
 
     Attributes:
         queued: whether the next iteration was queued after each one.
@@ -96,9 +99,13 @@ class Queueing(Callback):
         return False
 
     def after_step(self, loop: TrainingLoop, result: StepResult) -> None:
-        self.queued.append(bool(loop.trainer.train_step._queued))
+        self.queued.append(bool(loop.trainer.train_step.queued))
         if loop.iteration == LAST:
             loop.request_stop(Stop("the test stops the run"))
+
+    def after_iteration(self, loop: TrainingLoop, result: StepResult) -> None:
+        if loop.iteration == 1:
+            loop.evaluate("test")
 
 
 @dataclass
