@@ -13,7 +13,9 @@ from megalite.kernels.library import define, is_compiled, no_result, passes_tria
 _WITH_BIAS = "add_weight_and_bias_gradient_"
 
 
-def add_weight_gradient_(total: Tensor, grad: Tensor, x: Tensor, *, overwrite: bool = False) -> None:
+def add_weight_gradient_(
+    total: Tensor, grad: Tensor, x: Tensor, *, overwrite: bool = False, is_written: Tensor | None = None
+) -> None:
     """Add ``grad^T x`` to `total`, without a temporary tensor if the device has such a GEMM.
 
     Such a GEMM does not round the product of 16-bit factors to 16 bits before it adds it to an fp32 sum.
@@ -25,8 +27,10 @@ def add_weight_gradient_(total: Tensor, grad: Tensor, x: Tensor, *, overwrite: b
         grad: ``[n, o]``.
         x: ``[n, i]``, in the dtype of `grad`.
         overwrite: write to `total` without reading it.
+        is_written: a bool in host memory that decides this when the operator runs, for graphs: it overwrites
+            `total` if this is False, and sets it.
     """
-    torch.ops.megalite.add_weight_gradient_(total, grad, x, overwrite)
+    torch.ops.megalite.add_weight_gradient_(total, grad, x, overwrite, is_written)
 
 
 def add_weight_and_bias_gradient_(
@@ -107,8 +111,13 @@ def reference(total: Tensor, grad: Tensor, x: Tensor, overwrite: bool) -> None:
         total.add_(grad.t() @ x)
 
 
-def _implementation(total: Tensor, grad: Tensor, x: Tensor, overwrite: bool) -> None:
+def _implementation(
+    total: Tensor, grad: Tensor, x: Tensor, overwrite: bool, is_written: Tensor | None = None
+) -> None:
     """Run PyTorch's GEMM if it writes to the wider type (as with cuBLAS), otherwise the reference."""
+    if is_written is not None:
+        overwrite = not is_written.item()
+        is_written.fill_(True)
     total = total.flatten(0, -2)
     is_wider = total.dtype != grad.dtype
     if is_wider and has_widening_gemm(grad.dtype, total.dtype, grad.device):
@@ -131,6 +140,11 @@ def _fake_with_bias(total: Tensor, grad: Tensor, x: Tensor, overwrite: bool) -> 
     return total.new_empty(grad.shape[-1])
 
 
-_ARGUMENTS = "(Tensor(a!) total, Tensor grad, Tensor x, bool overwrite)"
-define("add_weight_gradient_", f"{_ARGUMENTS} -> ()", _implementation, no_result)
-define(_WITH_BIAS, f"{_ARGUMENTS} -> Tensor", _implementation_with_bias, _fake_with_bias)
+_ARGUMENTS = "Tensor(a!) total, Tensor grad, Tensor x, bool overwrite"
+define(
+    "add_weight_gradient_",
+    f"({_ARGUMENTS}, Tensor(b!)? is_written=None) -> ()",
+    _implementation,
+    no_result,
+)
+define(_WITH_BIAS, f"({_ARGUMENTS}) -> Tensor", _implementation_with_bias, _fake_with_bias)

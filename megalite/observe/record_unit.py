@@ -159,7 +159,7 @@ def _add_gradients_in_place(stage: Stage) -> None:
     wide = torch.promote_types(stage.context.dtype, torch.float32)
     for parameter in stage.parameters():
         total = torch.empty(parameter.shape, dtype=wide, device="meta")
-        gradient = MainGrad(lambda total=total: (total, False), lambda: None, total)  # type: ignore[misc]
+        gradient = MainGrad(lambda total=total: (total, False), lambda: None, None)  # type: ignore[misc]
         parameter.main_grad = gradient  # type: ignore[attr-defined]
         parameter.register_post_accumulate_grad_hook(_forget_gradient)
 

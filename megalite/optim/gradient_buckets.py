@@ -40,6 +40,8 @@ class GradientBuffer:
         num_expected: number of gradients in each microbatch.
         num_ready: number of gradients that have been accumulated in this iteration.
         stale: names of the parameters whose part of the buffer must be overwritten.
+        written: whether a graph of torch.compile has overwritten a parameter's part of the buffer, a bool in
+            host memory by name; empty if no graph writes to the buffer.
         unreached: names of the parameters without a gradient in this iteration.
     """
 
@@ -59,6 +61,7 @@ class GradientBuffer:
         self.num_expected = len(bucket.entries)
         self.num_ready = 0
         self.stale: set[str] = set()
+        self.written: dict[str, Tensor] = {}
         self.unreached: set[str] = set()
         self._held: dict[str, tuple[BucketEntry, Tensor]] = {}  # small gradients, not in the buffer yet
         self.buffer: Tensor | None = self._zeros()
@@ -79,6 +82,8 @@ class GradientBuffer:
         self.num_ready = 0
         self.stale, self.unreached = self._names(), self._names()
         self._held.clear()
+        if self.written:
+            foreach_zero_(list(self.written.values()))
 
     def accumulate(self, entry: BucketEntry) -> None:
         """Count a parameter's new gradient, and move it to the buffer unless its GEMM has already done so."""
@@ -128,11 +133,15 @@ class GradientBuffer:
             self._accumulate_held()
         is_stale = entry.name in self.stale
         self.stale.discard(entry.name)
+        if entry.name in self.written:
+            is_stale = not self.written[entry.name].item()
+            self.written[entry.name].fill_(True)
         return self.bucket.view(self.full, entry), is_stale
 
     def complete(self) -> Tensor:
         """Return the full buffer, ``[size]``, with zeros for parameters without a gradient."""
         self._accumulate_held()
+        self.stale -= {name for name, is_written in self.written.items() if is_written.item()}
         if self.stale:
             missing = [entry for entry in self.bucket.entries if entry.name in self.stale]
             foreach_zero_([self.bucket.view(self.full, entry) for entry in missing])
@@ -302,8 +311,7 @@ class GradReducer:
             gradients per microbatch, which the counts of the other buffers do not expect.
         sum_tied_copies: called on the full `tied_buffer`, ``[size]``, before it is reduced, if two ranks
             each have a copy of the embedding.
-        graphs_add: graphs of torch.compile add to the buffers that stay in place. They cannot choose to
-            overwrite, so these buffers are zeroed when an iteration begins.
+        graphs_add: graphs of torch.compile write and add to the buffers that stay in place.
         on_complete: called for each buffer once its gradient is complete, on the CUDA stream that has it,
             during backward; also called on a single rank.
 
@@ -329,7 +337,10 @@ class GradReducer:
         has_replicas = any(axis.size > 1 for axis in axes)
         self.overlap = overlap or not has_replicas
         self.sum_tied_copies = sum_tied_copies
-        self.graphs_add = graphs_add
+        for buffer in self._all_buffers if graphs_add else ():
+            if not buffer.reduces_each_microbatch:
+                names = (entry.name for entry in buffer.bucket.entries)
+                buffer.written = {name: torch.zeros((), dtype=torch.bool, device="cpu") for name in names}
         self.on_complete = on_complete
         self.on_filled: Callable[[GradientBuffer], object] | None = None
         self.on_gradient: Callable[[GradientBuffer, BucketEntry], object] | None = None
@@ -359,7 +370,9 @@ class GradReducer:
             entry.parameter: MainGrad(
                 partial(buffer.claim, entry),
                 partial(hook, entry.parameter),
-                buffer.bucket.view(buffer.full, entry) if self._is_zeroed(buffer) else None,
+                (buffer.bucket.view(buffer.full, entry), buffer.written[entry.name])
+                if buffer.written
+                else None,
             )
             for buffer, entry, hook in self._hooks()
         }
@@ -369,8 +382,6 @@ class GradReducer:
         self.num_microbatches = num_microbatches
         for buffer in self._all_buffers:
             buffer.begin()
-            if self._is_zeroed(buffer):
-                buffer.complete()
         for waiting, group in zip(self._waiting, self.groups, strict=True):
             waiting.clear()
             for number in range(1, num_microbatches + 1) if self.reduces else ():
@@ -399,9 +410,6 @@ class GradReducer:
     def wait_for_started(self) -> None:
         """Wait for the reductions that have started."""
         self._wait(0)
-
-    def _is_zeroed(self, buffer: GradientBuffer) -> bool:
-        return self.graphs_add and not buffer.reduces_each_microbatch
 
     def _hooks(self) -> Iterator[tuple[GradientBuffer, BucketEntry, Callable[[Tensor], None]]]:
         """Yield each parameter's function to call when it has a new gradient."""

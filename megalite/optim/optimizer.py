@@ -267,8 +267,6 @@ class Optimizer:
         """Start an iteration with this number of backward passes; their gradients replace the old ones."""
         if self.offload is not None:
             self.offload.begin()
-            if self.offload.gradients is None and self.reducer.graphs_add:
-                self.offload.finish()  # the update reads the gradients, which are about to be zeroed
         self.gatherer.free()
         for hook in self.post_step_hooks:
             hook.begin()

@@ -335,14 +335,14 @@ class _Computed(torch.autograd.Function):
 def _traced(x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, context: LinearContext) -> Tensor:
     """Compute a linear layer in a graph of torch.compile.
 
-    Backward adds the weight's gradient to `main_grad` if this has a fixed buffer.
+    Backward writes or adds the weight's gradient to `main_grad` if this has a fixed buffer.
     """
     main_grad = main_grad_of(weight) if context.fuses_weight_gradient else None
     if main_grad is None or main_grad.fixed_buffer is None:
         return context.gemm.differentiable(x, weight, bias)
     # The weight has no other gradient. Its hooks still run, because it is an input of the graph.
     y = context.gemm.differentiable(x, weight.detach(), bias)
-    result: Tensor = _AddWeightGradient.apply(y, x, main_grad.fixed_buffer, context.gemm)
+    result: Tensor = _AddWeightGradient.apply(y, x, *main_grad.fixed_buffer, context.gemm)
     return result
 
 
@@ -350,17 +350,17 @@ class _AddWeightGradient(torch.autograd.Function):
     """Output `y` of a linear layer; backward adds the weight's gradient to `total`, in its shape."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, x: Tensor, total: Tensor, gemm: Gemm) -> Tensor:
+    def forward(ctx: Any, y: Tensor, x: Tensor, total: Tensor, is_written: Tensor, gemm: Gemm) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.gemm = gemm
-        ctx.total = total  # not saved: another microbatch's backward may change it before this one's
+        ctx.gemm, ctx.total, ctx.is_written = gemm, total, is_written  # not saved: they change until then
         return y.view_as(y)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        add_weight_gradient_(ctx.total, *ctx.gemm.weight_gradient_operands(grad, x))
-        return grad, None, None, None
+        factors = ctx.gemm.weight_gradient_operands(grad, x)
+        add_weight_gradient_(ctx.total, *factors, is_written=ctx.is_written)
+        return grad, None, None, None, None
 
 
 def _gradients(

@@ -17,13 +17,14 @@ class MainGrad(NamedTuple):
         claim: returns the buffer, in the weight's shape and in its dtype or a wider one, and whether to
             overwrite it (for the first gradient of an iteration) or to add. The caller must do so at once.
         on_added: call after adding a gradient for which autograd runs no hook.
-        fixed_buffer: the buffer, if its memory stays the same during training; else None. A graph of
-            torch.compile adds to it.
+        fixed_buffer: the buffer, if its memory stays the same during training; else None. With it, a bool in
+            host memory: whether a graph of torch.compile adds to it. The first one overwrites it and sets
+            the bool.
     """
 
     claim: Callable[[], tuple[Tensor, bool]]
     on_added: Callable[[], None]
-    fixed_buffer: Tensor | None
+    fixed_buffer: tuple[Tensor, Tensor] | None
 
 
 def main_grad_of(weight: nn.Parameter) -> MainGrad | None:

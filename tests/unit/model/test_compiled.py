@@ -200,15 +200,16 @@ def _results(stage: Stage, **documents: Tensor) -> Results:
     grads = {name: parameter.grad for name, parameter in stage.named_parameters()}
     for name, main_grad in main_grads.items():
         assert grads[name] is None or name.startswith("embedding")  # a tied weight has both
-        grads[f"{name}.main_grad"] = main_grad.fixed_buffer
+        assert main_grad.fixed_buffer is not None
+        grads[f"{name}.main_grad"] = main_grad.fixed_buffer[0].nan_to_num()  # a weight that no graph uses
     return Results([loss.item() for loss in losses], grads, hooked)
 
 
 def _main_grads(stage: Stage) -> dict[str, MainGrad]:
-    """Of all matrices, in one tensor as the optimizer's are."""
+    """Of all matrices, in one tensor as the optimizer's are, which the first gradients overwrite."""
     matrices = {name: p for name, p in stage.named_parameters() if p.dim() > 1}
     sizes = [p.numel() for p in matrices.values()]
-    flat = next(iter(matrices.values())).new_zeros(sum(sizes), requires_grad=False)
+    flat = next(iter(matrices.values())).new_full((sum(sizes),), torch.nan, requires_grad=False)
     return {
         name: _main_grad(piece.view(matrices[name].shape))
         for name, piece in zip(matrices, flat.split(sizes), strict=True)
@@ -216,7 +217,14 @@ def _main_grads(stage: Stage) -> dict[str, MainGrad]:
 
 
 def _main_grad(buffer: Tensor) -> MainGrad:
-    return MainGrad(lambda: (buffer, False), lambda: None, buffer)
+    is_written = torch.tensor(False)
+
+    def claim() -> tuple[Tensor, bool]:
+        is_stale = not is_written.item()
+        is_written.fill_(True)
+        return buffer, is_stale
+
+    return MainGrad(claim, lambda: None, (buffer, is_written))
 
 
 def _set(stage: Stage, main_grads: Mapping[str, MainGrad | None]) -> None:

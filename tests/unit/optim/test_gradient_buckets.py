@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalite.config import ParallelConfig
 from megalite.distributed.topology import Topology
+from megalite.kernels import add_weight_gradient_
 from megalite.optim import gradient_buckets
 from megalite.optim.flat_buffers import Bucket, make_buckets
 from megalite.optim.gradient_buckets import GRADIENT_BUFFERS, GradientBuffer, GradReducer
@@ -134,6 +135,32 @@ def test_a_claimed_part_has_the_gradients_so_far(make_parameter: Make, topology:
     part, is_stale = reducer.main_grads()[biases[0]].claim()
     assert not is_stale
     assert torch.equal(part, *sums_of(biases[:1], [0]))
+
+
+def test_a_graph_overwrites_a_part_and_then_adds_to_it(make_parameter: Make, topology: Topology) -> None:
+    """As the graphs of torch.compile do, which have no other way to learn which of the two to do."""
+    weights = [make_parameter(*shape, dtype=torch.float32) for shape in ((3, 2), (4, 2), (5, 2))]
+    named = [(f"weight.{number}", weight) for number, weight in enumerate(weights)]
+    (bucket,) = make_buckets(named, partial(Bucket, replicas=topology.dp), 10**6)
+    reducer = GradReducer([[GradientBuffer(bucket, None)]], overlap=True, graphs_add=True)
+    (buffer,), main_grads = reducer.buffers, reducer.main_grads()
+    grad, x = torch.randn(7, 4), torch.randn(7, 2)
+    for _ in range(2):  # iterations
+        buffer.full.fill_(torch.nan)
+        with Launches() as launches:
+            reducer.begin(NUM_MICROBATCHES)
+        assert not launches.counts
+        for number, weight in enumerate(weights[:2]):
+            fixed = main_grads[weight].fixed_buffer
+            assert fixed is not None
+            for _ in range(1 + number):
+                add_weight_gradient_(fixed[0], grad[:, : weight.shape[0]], x, is_written=fixed[1])
+        assert not main_grads[weights[0]].claim()[1]  # an eager layer would add
+        reducer.finish()
+        first, second, unreached = parts(buffer)
+        torch.testing.assert_close(first, grad[:, :3].t() @ x)
+        torch.testing.assert_close(second, 2 * grad.t() @ x)
+        assert not unreached.any()
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,33 +10,20 @@ import torch
 
 from megalite.config import OptimizerConfig, ParallelConfig
 from megalite.hardware import host_memory
-from megalite.kernels import adamw_
 from megalite.optim import offload
 from megalite.optim.optimizer import Optimizer
-from megalite.optim.weight_gathering import WeightGatherer
 from megalite.utils.errors import UserError
 
 CONFIG = OptimizerConfig(lr=0.1, clip_grad=0.5)
 SHAPES = {"a": (300, 7), "b": (50,), "c": (9000,)}
 
 
-def _optimizer(
-    make_parameter, topology, dtype: torch.dtype, graphs_add: bool = False, **changes
-) -> Optimizer:
+def _optimizer(make_parameter, topology, dtype: torch.dtype, **changes) -> Optimizer:
     parameters = {
         name: make_parameter(*shape, dtype=dtype, decay=len(shape) > 1) for name, shape in SHAPES.items()
     }
     parallel = replace(ParallelConfig(), ddp_bucket_size=100)
-    return Optimizer(
-        parameters.items(),
-        None,
-        replace(CONFIG, **changes),
-        parallel,
-        topology,
-        dtype,
-        fuses_weight_gradients=graphs_add,
-        graphs_add=graphs_add,
-    )
+    return Optimizer(parameters.items(), None, replace(CONFIG, **changes), parallel, topology, dtype)
 
 
 def _trained(optimizer: Optimizer, num_steps: int = 4, is_allowed: bool = True) -> dict[str, torch.Tensor]:
@@ -80,24 +66,6 @@ def test_an_offloaded_update_is_bitwise_the_update(
     assert len(optimizer.offload.storage.ranges) > 8
     found = _trained(optimizer)
     assert found.keys() == expected.keys()
-    assert all(found[name].equal(expected[name]) for name in expected)
-
-
-def test_gradients_are_not_zeroed_while_an_update_reads_them(
-    make_parameter, topology, monkeypatch, tmp_path: Path
-) -> None:
-    def update_slowly(*tensors, **settings) -> None:
-        time.sleep(0.005)
-        adamw_(*tensors, **settings)
-
-    expected = _trained(_optimizer(make_parameter, topology, torch.bfloat16, graphs_add=True))
-    optimizer = _optimizer(
-        make_parameter, topology, torch.bfloat16, graphs_add=True, optimizer_nvme_offload=str(tmp_path)
-    )
-    # Nothing else waits for the update before the next iteration.
-    optimizer.gatherer = WeightGatherer([], gathers=False)
-    monkeypatch.setattr(offload, "adamw_", update_slowly)
-    found = _trained(optimizer)
     assert all(found[name].equal(expected[name]) for name in expected)
 
 
