@@ -157,10 +157,13 @@ def _parallel_reasons(config: Config, world_size: int | None) -> Iterator[tuple[
         yield "fp8_weight_cache", "with --zero-stage 3 full weights are not kept"
     elif config.training.compile and parallel.tp == 1 and not SCHEDULES[parallel.schedule].splits_backward:
         yield "fp8_weight_cache", "compiled layers round weights for each microbatch (--compile)"
+    if parallel.zero_stage != 3:
+        yield "fp8_param_gather", "only --zero-stage 3 gathers weights in 8 bits"
     num_replicas = replicas(config, world_size)
     if num_replicas == 1:
         for name in (
             "zero_stage",
+            "fp8_param_gather",
             "data_parallel_shard_degree",
             "num_distributed_optimizer_instances",
             "fsdp_reshard_after_forward",

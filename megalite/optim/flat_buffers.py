@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from megalite.config import OptimizerConfig
 from megalite.distributed.axis import Axis
+from megalite.tensor_parallel.fp8 import fp8_weights_of
 from megalite.tensor_parallel.parameter_spec import ParameterSpec, spec_of
 from megalite.tensor_parallel.placement import ParameterAxes
 
@@ -98,6 +99,8 @@ class Bucket:
         counted: part of `shard` that this rank counts in norms, and no other data-parallel rank.
         sections: ranges of parameters of one kind; together they cover the bucket.
         main: at ZeRO stage 3, this rank's shard of the main weights, ``[shard size]``; else None.
+        numbers: the weights in E4M3, ``[size]``, without memory like `weight`, if `ShardedWeights` gathers
+            them instead; else None.
     """
 
     def __init__(
@@ -140,6 +143,7 @@ class Bucket:
         new = torch.zeros if main_dtype is None else torch.empty
         self.weight = new(self.size, dtype=first.dtype, device=first.device)
         self.main: Tensor | None = None
+        self.numbers: Tensor | None = None
         with torch.no_grad():
             for entry in self.entries:
                 weight = self.view(self.weight, entry)
@@ -149,6 +153,9 @@ class Bucket:
         if main_dtype is not None:
             self.main = torch.zeros(shard_size, dtype=main_dtype, device=first.device)
             self.weight.untyped_storage().resize_(0)
+        if main_dtype is not None and fp8_weights_of(first) is not None:
+            self.numbers = torch.empty(self.size, dtype=torch.float8_e4m3fn, device=first.device)
+            self.numbers.untyped_storage().resize_(0)
 
     def shard_of(self, rank: int) -> slice:
         """Return the range that the rank with this coordinate owns if ZeRO shards the bucket."""

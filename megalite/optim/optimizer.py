@@ -212,6 +212,7 @@ class Optimizer:
             list(self._buffer_of),
             keeps_rest=keeps_weights or self.topology.pp.size > 1,
             keeps_layers=keeps_weights,
+            tp=self.topology.tp,
             wait_for_reductions=self.reducer.wait_for_started,
             wait_for_update=None if self.offload is None else self._wait_for_update,
         )

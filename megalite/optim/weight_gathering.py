@@ -15,12 +15,14 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from megalite.config import ParallelConfig
 from megalite.distributed.axis import Axis
-from megalite.distributed.collectives import Pending, flat_all_gather
-from megalite.optim.flat_buffers import Bucket
+from megalite.distributed.collectives import Pending, all_reduce, flat_all_gather
+from megalite.optim.flat_buffers import Bucket, overlap
+from megalite.tensor_parallel.fp8 import E4M3, amax, fp8_weights_of, in_fp8
 
 FsdpUnit = tuple[nn.Module, Sequence[nn.Parameter]]
 """A module, and the parameters that forward uses from its call to the next unit's call."""
@@ -140,6 +142,8 @@ def bucket_units(
 ) -> list[list[Bucket]]:
     """Put the parameters of each layer, of each chunk's embedding and of its head into buckets.
 
+    Weights that are gathered in 8 bits have their own.
+
     Args:
         new_bucket: makes a bucket of parameters, in the order in which backward reaches them.
         replicas_of: returns the ranks that have the same parameter and sum its gradients; parameters with
@@ -158,11 +162,12 @@ def bucket_units(
     users: dict[Bucket, list[int]] = {}  # chunks, in the order in which forward first uses the buckets
     for number, chunk in enumerate(chunks):
         for _, parameters in chunk.units:
-            parts: dict[tuple[str, bool, bool], list[tuple[str, nn.Parameter]]] = {}
+            parts: dict[tuple[str, bool, bool, bool], list[tuple[str, nn.Parameter]]] = {}
             for parameter in reversed(parameters):
                 if parameter not in bucket_of:
                     name = replicas_of(parameter).name
-                    part = name, parameter is tied, splits_backward and parameter.dim() > 1
+                    is_later = splits_backward and parameter.dim() > 1
+                    part = name, parameter is tied, is_later, fp8_weights_of(parameter) is not None
                     parts.setdefault(part, []).append((name_of[parameter], parameter))
             for pairs in parts.values():
                 bucket_of.update(dict.fromkeys((each for _, each in pairs), new_bucket(pairs)))
@@ -200,6 +205,7 @@ class ShardedWeights:
         keeps_layers: keep the layers' weights full, too.
         wait_for_reductions: waits for the reductions of the previous microbatch, whose full gradients would
             otherwise stay in memory during this one's forward. Called after each layer's forward.
+        tp: ranks that hold slices of the same weights.
         wait_for_update: waits until a bucket's main weights are updated, if the host updates them
             concurrently; else None.
     """
@@ -209,16 +215,20 @@ class ShardedWeights:
         chunks: Sequence[ChunkModules],
         buckets: Sequence[Bucket],
         *,
+        tp: Axis,
         keeps_rest: bool,
         keeps_layers: bool,
         wait_for_reductions: Callable[[], object],
         wait_for_update: Callable[[Bucket], object] | None = None,
     ) -> None:
         self.keeps_layers = keeps_layers
+        self.tp = tp
         self.wait_for_reductions = wait_for_reductions
         self.wait_for_update = wait_for_update
         self._full: dict[Bucket, Pending] = {}
         """Buckets with memory, and their all-gathers."""
+        self._largest: dict[Bucket, Tensor] = {}
+        """Largest magnitudes of the weights of buckets in 8 bits, ``[entries]``, since the last update."""
         self._in_backward: dict[ShardedUnit, ShardedUnit | None] = {}
         """Layers that compute their backward, each with the layer whose backward follows."""
         self._for_backward = set[ShardedUnit]()
@@ -255,6 +265,7 @@ class ShardedWeights:
         """Free all weights: the main weights have changed, or are about to."""
         self._in_backward.clear()
         self._for_backward.clear()
+        self._largest.clear()
         for bucket in list(self._full):
             self._free(bucket)
 
@@ -329,11 +340,37 @@ class ShardedWeights:
                 continue
             if self.wait_for_update is not None:
                 self.wait_for_update(bucket)
-            weight, own = bucket.weight, bucket.shard
-            weight.untyped_storage().resize_(weight.nbytes)
             assert bucket.main is not None
-            weight[own].copy_(bucket.main)  # rounded to the dtype of the weights
-            self._full[bucket] = flat_all_gather(weight, weight[own], bucket.replicas.shard, of="weights")
+            gathered = bucket.weight if bucket.numbers is None else bucket.numbers
+            gathered.untyped_storage().resize_(gathered.nbytes)
+            own = gathered[bucket.shard]
+            if bucket.numbers is None:
+                own.copy_(bucket.main)  # rounded to the dtype of the weights
+            else:
+                self._round(bucket, bucket.numbers, bucket.main)
+                gathered, own = gathered.view(torch.uint8), own.view(torch.uint8)  # for gloo
+            self._full[bucket] = flat_all_gather(gathered, own, bucket.replicas.shard, of="weights")
+
+    def _round(self, bucket: Bucket, numbers: Tensor, main: Tensor) -> None:
+        """Round this rank's shard of a bucket to 8 bits, as GEMMs would round the whole weights."""
+        wide = main.to(bucket.weight.dtype)  # as it would be gathered
+        start = bucket.shard.start
+        shares = [overlap(slice(each.start, each.end), bucket.shard) for each in bucket.entries]
+        owned = {n: slice(s.start - start, s.stop - start) for n, s in enumerate(shares) if s.start < s.stop}
+        largest = self._largest.get(bucket)
+        if largest is None:
+            largest = torch.zeros(len(shares), dtype=torch.float32, device=main.device)
+            for number, part in owned.items():
+                largest[number] = amax(wide[part])
+            for axis in (bucket.replicas.shard, self.tp):
+                all_reduce(largest, axis, dist.ReduceOp.MAX, of="largest weights")
+            self._largest[bucket] = largest
+        for number, part in owned.items():
+            numbers[bucket.shard][part].copy_(in_fp8(wide[part], E4M3, largest[number]).numbers)
+        for number, entry in enumerate(bucket.entries):
+            weights = fp8_weights_of(entry.parameter)
+            assert weights is not None
+            weights.set_gathered(entry.parameter, largest[number], numbers[entry.start : entry.end])
 
     def _finish(self, bucket: Bucket) -> None:
         pending = self._full[bucket]
@@ -349,4 +386,5 @@ class ShardedWeights:
         if bucket in self._full:
             self._finish(bucket)  # the memory must not be reused before the all-gather has written it
             del self._full[bucket]
-            bucket.weight.untyped_storage().resize_(0)
+            gathered = bucket.weight if bucket.numbers is None else bucket.numbers
+            gathered.untyped_storage().resize_(0)

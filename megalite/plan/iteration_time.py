@@ -319,18 +319,25 @@ def zero3_communication(run: PlannedRun, kinds: Sequence[int], edges: Sizes) -> 
     sizes, of_weight, of_gradient = run.units.layer_sizes, run.element_bytes, gradient_bytes(run)
     gathers_edge = run.pp == 1 and not run.gathers_once
 
-    def of_layers(element_bytes: int) -> float:
-        return sum(
-            count * _sharded_seconds(run, sizes[kind], element_bytes)
-            for kind, count in Counter(kinds).items()
-        )
-
+    layers = Counter(kinds).items()
     return ShardedStageSeconds(
         edge_weights=_sharded_seconds(run, edges, of_weight) if gathers_edge else 0.0,
-        layer_weights=0.0 if run.gathers_once else of_layers(of_weight),
+        layer_weights=0.0
+        if run.gathers_once
+        else sum(count * _gather_seconds_of_layer(run, kind) for kind, count in layers),
         edge_gradients=_sharded_seconds(run, edges, of_gradient),
-        layer_gradients=of_layers(of_gradient),
+        layer_gradients=sum(
+            count * _sharded_seconds(run, sizes[kind], of_gradient) for kind, count in layers
+        ),
     )
+
+
+def _gather_seconds_of_layer(run: PlannedRun, kind: int) -> float:
+    """Return the seconds to all-gather the sharded weights of a layer."""
+    sizes, in_8_bits = Counter(run.units.layer_sizes[kind]), run.gathered_in_8_bits(kind)
+    sizes[MODEL.name] -= in_8_bits
+    narrow = _sharded_seconds(run, Counter({MODEL.name: in_8_bits}), 1) if in_8_bits else 0.0
+    return _sharded_seconds(run, sizes, run.element_bytes) + narrow
 
 
 def _sharded_seconds(run: PlannedRun, sizes: Sizes, element_bytes: int) -> float:
@@ -342,13 +349,12 @@ def _sharded_seconds(run: PlannedRun, sizes: Sizes, element_bytes: int) -> float
 
 def _gathered_once_seconds(run: PlannedRun, forward_seconds: float) -> float:
     """Return the seconds of the all-gathers that ZeRO stage 3 runs once per iteration, under a forward."""
-    sizes, element = run.units.layer_sizes, run.element_bytes
 
     def seconds(units: RankUnits) -> float:
         is_once = run.pp > 1 or run.gathers_once
-        of_edge = _sharded_seconds(run, units.edges, element) if is_once else 0.0
+        of_edge = _sharded_seconds(run, units.edges, run.element_bytes) if is_once else 0.0
         layers = units.kinds if run.gathers_once else ()
-        return of_edge + sum(_sharded_seconds(run, sizes[kind], element) for kind in layers)
+        return of_edge + sum(_gather_seconds_of_layer(run, kind) for kind in layers)
 
     return exposed_seconds(forward_seconds, max(seconds(run.ranks[rank]) for rank in (0, -1)))
 

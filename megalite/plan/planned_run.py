@@ -259,6 +259,20 @@ class PlannedRun:
             return False
         return self.num_microbatches > 1 and not self.compiles_gemms
 
+    def gathered_in_8_bits(self, kind: int) -> int:
+        """Return the elements of a layer of this kind on a rank that ZeRO stage 3 gathers in 8 bits."""
+        training, num_layers = self.config.training, self.config.model.num_layers
+        if self.zero_stage != 3 or not (
+            training.fp8_param_gather and training.is_layer_in_fp8(kind, num_layers)
+        ):
+            return 0
+        weights = self.units.layers[kind].weights
+        with_experts = {
+            each.name.removesuffix(".router.weight") for each in weights
+        }  # experts are in 16 bits
+        linear = (each for each in weights if each.is_cut and each.matrices)
+        return sum(each.size for each in linear if each.name.rsplit(".", 2)[0] not in with_experts)
+
     @property
     def compiles_gemms(self) -> bool:
         """Return whether graphs of torch.compile contain the GEMMs of layers, which keep nothing."""

@@ -254,6 +254,8 @@ def _state(run: PlannedRun, units: RankUnits) -> tuple[float, float, float]:
     weights = element * run.sharded(units.sizes, from_stage=3)
     if zero == 3:
         weights += element * (units.size if run.gathers_once else _kept_edge(run, units))
+        in_8_bits = sum(map(run.gathered_in_8_bits, units.kinds)) if run.gathers_once else 0
+        weights -= (element - 1) * in_8_bits
     return (
         weights + _fp8_copies(run, units),
         run.gradient_bytes * (run.sharded(units.sizes, from_stage=2) + full * (1 - 1 / run.num_shards)),
@@ -300,9 +302,10 @@ def _gathered_bytes(run: PlannedRun, units: RankUnits) -> float:
     layer, gradients = run.units.largest_layer, max(run.units.largest_layer, _kept_edge(run, units))
     if run.gathers_once:
         return gradients * run.element_bytes  # the weights stay gathered
+    saved = 2 * (run.element_bytes - 1) * min(map(run.gathered_in_8_bits, units.kinds))
     if run.pp > 1:
-        return (2 * layer + gradients) * run.element_bytes
-    return (3 * layer + 2 * run.units.head_size) * run.element_bytes
+        return (2 * layer + gradients) * run.element_bytes - saved
+    return (3 * layer + 2 * run.units.head_size) * run.element_bytes - saved
 
 
 def group_bytes(run: PlannedRun, kinds: Kinds) -> list[float]:

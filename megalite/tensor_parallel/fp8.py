@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from megalite.batch.microbatch import Microbatch
 from megalite.config import TrainingConfig
@@ -65,13 +65,18 @@ def round_tensor(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     return (x.float() * factor).clamp(-top, top).to(dtype).contiguous()
 
 
+def scale_of(largest: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the scale of a tensor with this largest magnitude."""
+    return largest.clamp_min(_SMALLEST) / torch.finfo(dtype).max
+
+
 def in_fp8(x: Tensor, dtype: torch.dtype, largest: Tensor) -> Fp8:
     """Round a matrix to 8 bits. Infinities and NaNs stay visible in the result and in GEMMs with it.
 
     Args:
         largest: upper bound of the magnitudes in `x`.
     """
-    scale = largest.clamp_min(_SMALLEST) / torch.finfo(dtype).max
+    scale = scale_of(largest, dtype)
     # Multiply: a compiler may round a division of each element differently.
     return Fp8(round_tensor(x, scale.reciprocal(), dtype), scale)
 
@@ -108,23 +113,35 @@ class Fp8Weight:
         weight: the weight. While this object holds it, no other weight is at its place in memory.
         largest: largest magnitude over the ranks of tp; None if it has not been measured.
         copies: copies in 8 bits, by whether they are transposed. What a copy is depends on the recipe.
+        is_gathered: it was gathered in 8 bits, and has no other memory.
     """
 
     weight: Tensor
     largest: Tensor | None = None
     copies: dict[bool, Any] = field(default_factory=dict)
+    is_gathered: bool = False
 
 
 class Fp8Weights:
     """Magnitudes and 8-bit copies of a rank's weights during an iteration.
 
     Outside of `iteration`, where weights may change at any time, nothing is kept. A graph of torch.compile
-    does not keep anything either.
+    does not keep anything either. Weights that are gathered in 8 bits are known while they are gathered.
     """
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, int], Fp8Weight] | None = None
         self._keeps_copies = False
+        self._gathered: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # largest and numbers
+
+    def set_gathered(self, weight: Tensor, largest: Tensor, numbers: Tensor) -> None:
+        """Let GEMMs use these numbers for a weight, which has no memory of its own.
+
+        Args:
+            largest: its largest magnitude over the ranks of tp.
+            numbers: E4M3, ``[out in]``.
+        """
+        self._gathered[_place(weight)] = largest, numbers
 
     @contextmanager
     def iteration(self, *, keeps_copies: bool) -> Iterator[None]:
@@ -141,10 +158,15 @@ class Fp8Weights:
 
     def of(self, weight: Tensor) -> Fp8Weight:
         """Return what is known of a weight; of a new one, nothing."""
-        if torch.compiler.is_compiling() or self._known is None:
+        if torch.compiler.is_compiling():
             return Fp8Weight(weight)
-        place = storage_number(weight.untyped_storage()), int(weight.storage_offset())
-        return self._known.setdefault(place, Fp8Weight(weight))
+        if found := self._gathered.get(_place(weight)):
+            largest, numbers = found
+            copy = Fp8(numbers.view(weight.shape), scale_of(largest, E4M3))
+            return Fp8Weight(weight, largest, {False: copy}, is_gathered=True)
+        if self._known is None:
+            return Fp8Weight(weight)
+        return self._known.setdefault(_place(weight), Fp8Weight(weight))
 
     def keep(self, weight: Tensor, is_transposed: bool, compute: Callable[[], T]) -> T:
         """Return a copy of a weight in 8 bits, computed now unless it was kept."""
@@ -153,6 +175,20 @@ class Fp8Weights:
         if self._keeps_copies:
             copies[is_transposed] = copy
         return copy
+
+
+def _place(weight: Tensor) -> tuple[int, int]:
+    return storage_number(weight.untyped_storage()), int(weight.storage_offset())
+
+
+def gather_in_8_bits(weight: nn.Parameter, weights: Fp8Weights) -> None:
+    """Let ZeRO stage 3 gather a weight in 8 bits, for `weights`."""
+    weight.fp8_weights = weights  # type: ignore[attr-defined]
+
+
+def fp8_weights_of(weight: nn.Parameter) -> Fp8Weights | None:
+    """Return what gets a weight that is gathered in 8 bits; None for other weights."""
+    return getattr(weight, "fp8_weights", None)
 
 
 class BackwardSamples:
@@ -229,7 +265,14 @@ class TensorwiseGemm(RoundedGemm):
         assert scales is not None
         largest_grad, largest_weight = scales
         grad_in_fp8 = in_fp8(grad.flatten(0, -2), self.gradient_dtype, largest_grad)
-        weight_in_fp8 = self.weights.keep(weight, True, lambda: in_fp8(weight.t(), E4M3, largest_weight))
+        known = self.weights.of(weight)
+
+        def transposed() -> Fp8:
+            if known.is_gathered:
+                return Fp8(known.copies[False].numbers.t().contiguous(), known.copies[False].scale)
+            return in_fp8(weight.t(), E4M3, largest_weight)
+
+        weight_in_fp8 = self.weights.keep(weight, True, transposed)
         return _with_rows_of(grad, self.multiply(grad_in_fp8, weight_in_fp8, None, grad.dtype, is_fast=False))
 
     def _largest(self, *tensors: Tensor) -> tuple[Tensor, ...]:

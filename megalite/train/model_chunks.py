@@ -29,8 +29,16 @@ from megalite.optim.optimizer import Optimizer
 from megalite.optim.post_step_hooks import ExpertBalance, MeasuredHeads, PostStepHook, QKClip
 from megalite.optim.weight_gathering import ChunkModules
 from megalite.pipeline.schedules import SCHEDULES
-from megalite.tensor_parallel.fp8 import BackwardSamples, Fp8Settings, Fp8Weights, check_device
+from megalite.tensor_parallel.fp8 import (
+    BackwardSamples,
+    Fp8Settings,
+    Fp8Weights,
+    TensorwiseGemm,
+    check_device,
+    gather_in_8_bits,
+)
 from megalite.tensor_parallel.gemm_collectives import choose_overlap
+from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megalite.tensor_parallel.nvfp4 import name_gemms
 from megalite.tensor_parallel.parameter_spec import (
     LayerContext,
@@ -75,7 +83,8 @@ class ChunkResources:
         return ChunkResources(
             WeightGradientStore() if SCHEDULES[config.parallel.schedule].splits_backward else None,
             weight_gradient_fusion(config, topology).is_on,
-            None if is_sharded else Fp8Weights(),  # ZeRO 3 does not keep full weights
+            # ZeRO 3 does not keep full weights.
+            Fp8Weights() if not is_sharded or config.training.fp8_param_gather else None,
             ActivationOffload(topology.device) if is_offloaded else None,
             OverlapSlots(topology.device) if overlaps else None,
         )
@@ -134,6 +143,11 @@ def build_chunks(
             check_compiler(topology.device)
             for chunk in chunks:
                 compile_layers(chunk)
+    if training.fp8_param_gather and resources.fp8_weights is not None:
+        kinds = ColumnParallelLinear, RowParallelLinear
+        for module in (module for chunk in chunks for module in chunk.modules()):
+            if isinstance(module, kinds) and isinstance(module.context.gemm, TensorwiseGemm):
+                gather_in_8_bits(module.weight, resources.fp8_weights)
     return chunks
 
 

@@ -14,7 +14,9 @@ from megalite.config import Config
 from megalite.config.fp8 import Fp8Recipe
 from megalite.config.presets import PRESETS
 from megalite.verify.compare_runs import TOLERANCES, compare
+from megalite.verify.layouts import Layout
 from megalite.verify.record_run import RunRecord
+from tests.live_ranks import record_run
 from tests.parity.models import NUM_ITERATIONS, config_of, run_alone, run_in
 
 EXPERTS = {
@@ -93,3 +95,36 @@ def _reference_without_fp8(model: str, corpus: str) -> RunRecord:
     config = _config(model, "mxfp8", corpus)
     training = replace(config.training, fp8_format=None, fp8_recipe="tensorwise", emulate=False)
     return run_alone(replace(config, training=training), NUM_ITERATIONS)
+
+
+@functools.cache
+def _on_one_rank(corpus: str) -> RunRecord:
+    config = Layout.parse("mbs2").apply(_config("llama", "tensorwise", corpus), 4)
+    return record_run(config, NUM_ITERATIONS, 1, is_quick=False)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tp2dp2+sp+zero3",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("pp2zbdp2+zero3", "dp2+zero3+kept", "dp2+zero3+offload", "dp2+zero3+full")
+        ),
+    ],
+)
+def test_weights_gathered_in_8_bits_have_the_same_codes(name: str, corpus: str) -> None:
+    """Test them in training and in an evaluation, against weights that each rank rounds itself."""
+    layout, config = Layout.parse(name), _config("llama", "tensorwise", corpus)
+    gathered, rounded = (
+        record_run(
+            layout.apply(replace(config, training=replace(config.training, fp8_param_gather=gathers)), 4),
+            *(NUM_ITERATIONS, layout.world_size),
+            is_quick=False,
+        )
+        for gathers in (True, False)
+    )
+    assert gathered.losses[0] == rounded.losses[0]
+    assert all(gathered.gradients[each].equal(rounded.gradients[each]) for each in rounded.gradients)
+    for reference in (rounded, _on_one_rank(corpus)):
+        assert not compare(gathered, reference).excesses(TOLERANCES["fp64"])

@@ -495,15 +495,15 @@ RACES = {
     "a shard is gathered while it is rounded": (
         ShardedWeights,
         "_start",
-        "weight[own].copy_(bucket.main)",
-        "with torch.cuda.stream(torch.cuda.Stream()): weight[own].copy_(bucket.main)",
+        "own.copy_(bucket.main)",
+        "with torch.cuda.stream(torch.cuda.Stream()): own.copy_(bucket.main)",
         *("zero 3", "are read by all-gather .* without waiting until they are written by copy_"),
     ),
     "weights are gathered while they are allocated for another stream": (
         ShardedWeights,
         "_start",
-        "weight.untyped_storage().resize_(weight.nbytes)",
-        "with torch.cuda.stream(torch.cuda.Stream()): weight.untyped_storage().resize_(weight.nbytes)",
+        "gathered.untyped_storage().resize_(gathered.nbytes)",
+        "with torch.cuda.stream(torch.cuda.Stream()): gathered.untyped_storage().resize_(gathered.nbytes)",
         *("zero 3", "freed at .* return to stream .* but are still read by"),
     ),
     "weights are gathered before the host has updated them": (

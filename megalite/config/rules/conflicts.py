@@ -326,6 +326,12 @@ CONFLICTS = (
         Setting("mlp_chunks", ABOVE_ONE),
         ", which cuts a sample within blocks of its tokens: remove it, or pass --fp8-recipe tensorwise",
     ),
+    *_exclude(
+        "fp8_param_gather",
+        Setting("fp8_recipe", other_than("tensorwise")),
+        ", whose blocks the ranks that share a weight may cut: remove it, or pass --fp8-recipe tensorwise",
+    ),
+    *_exclude("fp8_param_gather", "compile", ", whose graphs round weights of 16 bits: remove one"),
     *_exclude("compile", "emulate", ", whose operators are not compiled: remove --compile"),
     *_exclude(
         Setting("fp8_recipe", tuple(FP8_BLOCKS)),

@@ -148,6 +148,37 @@ def test_traffic_is_what_the_formula_says(dp, dtype, messages, weight, gradient)
         assert moved - ring_bytes(of_loss, "dp", dp) == MICROBATCHES * each
 
 
+def traffic_in_8_bits(topology: Topology, config: Config) -> tuple[Counter, int, int, int, int]:
+    """Calls of a step, sizes of a layer's matrices and others, bytes after the step, number of matrices."""
+    with trainer_of(topology, config) as trainer:
+        trainer.step()
+        with Traffic(topology) as counted:
+            trainer.step()
+        layer, dp = trainer.chunks[0].layers["0"], topology.dp.size
+        named = {name: each for name, each in layer.named_parameters() if not name.endswith("norm.weight")}
+        matrices = [each for name, each in named.items() if name.endswith("weight")]
+        vectors = [each for each in layer.parameters() if all(each is not matrix for matrix in matrices)]
+        buckets = [buffer.bucket for buffer in trainer.optimizer.buffers]
+        held = [each.weight if each.numbers is None else each.numbers for each in buckets]
+        left = sum(each.untyped_storage().nbytes() for each in held)
+        calls = {call: count for call, count in by_bytes(counted.calls).items() if call[0] == "dp"}
+    planned = RankPlan(config, topology, None, dp).run.gathered_in_8_bits(0)
+    assert planned == sum(each.numel() for each in matrices)
+    return Counter(calls), padded(matrices, dp), padded(vectors, dp), left, len(matrices)
+
+
+def test_matrices_in_8_bits_are_half_the_bytes() -> None:
+    config = config_of(2, replace(MODEL, params_dtype="bf16"))
+    in_8_bits = {"fp8_format": "hybrid", "emulate": True, "fp8_param_gather": True}
+    config = replace(config, training=replace(config.training, **in_8_bits))
+    for calls, matrices, vectors, left, count in run_ranks(traffic_in_8_bits, config.mesh, 2, config):
+        assert calls["dp", "all-gather", matrices] == 2 * LAYERS * MICROBATCHES
+        assert calls["dp", "all-gather", vectors * 2] == 2 * LAYERS * MICROBATCHES
+        assert calls["dp", "all-gather", matrices * 2] == 0
+        assert calls["dp", "all-reduce", 4 * count] == LAYERS  # the largest magnitudes, once an iteration
+        assert left == 0
+
+
 @pytest.mark.parametrize(("messages", "gradient"), [(None, 4), ("bf16", 2)])
 def test_groups_all_reduce_their_shards_once_an_iteration(messages, gradient) -> None:
     config = config_of(4, grad_communication_dtype=messages, data_parallel_shard_degree=2)
