@@ -276,6 +276,7 @@ class Trainer:
         for notice in loaded.notices:
             log.warning("%s", notice)
         self.progress, self.config = loaded.progress, loaded.config
+        self.train_step.queued.clear()
         self.train_step.plan_iteration = IterationPlanner(self.config, self.topology.sample_ranks.size)
         return loaded
 
