@@ -120,8 +120,8 @@ def test_a_corpus_cut_while_training_is_one_line_and_the_run_resumes(
     file, step = Path(f"{prefix}.bin"), Trainer.step
     whole = file.read_bytes()
 
-    def step_and_cut(trainer: Trainer) -> StepResult:
-        result = step(trainer)
+    def step_and_cut(trainer: Trainer, **options: bool) -> StepResult:
+        result = step(trainer, **options)
         if trainer.progress.iteration == 3:
             os.truncate(file, 100)
         return result
@@ -152,8 +152,8 @@ def test_nothing_is_saved_of_a_corpus_rewritten_while_training(
     file, step = Path(f"{prefix}.bin"), Trainer.step
     os.utime(file, (1e9, 1e9))
 
-    def step_and_rewrite(trainer: Trainer) -> StepResult:
-        result = step(trainer)
+    def step_and_rewrite(trainer: Trainer, **options: bool) -> StepResult:
+        result = step(trainer, **options)
         if trainer.progress.iteration == 3:
             file.write_bytes(file.read_bytes().replace(b"s", b"t"))
         return result

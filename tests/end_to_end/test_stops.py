@@ -32,8 +32,8 @@ def after_step(monkeypatch: pytest.MonkeyPatch) -> AfterStep:
     """Does something once at the end of the step of an iteration."""
     step, planned = Trainer.step, dict[int, Callable[[], object]]()
 
-    def watched_step(trainer: Trainer) -> StepResult:
-        result = step(trainer)
+    def watched_step(trainer: Trainer, **options: bool) -> StepResult:
+        result = step(trainer, **options)
         planned.pop(trainer.progress.iteration, lambda: None)()
         return result
 
