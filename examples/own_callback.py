@@ -36,8 +36,7 @@ class EarlyStopping(megalite.Callback):
     """Stop the run after some evaluations without a lower loss, with a checkpoint if there is --save."""
 
     def __init__(self, patience: int) -> None:
-        self.patience = patience
-        self.lowest, self.num_worse = math.inf, 0
+        self.patience, self.lowest, self.num_worse = patience, math.inf, 0
 
     def on_evaluation(self, loop: megalite.TrainingLoop, metrics: Any) -> None:
         """Request the stop on every rank: each has the same metrics."""
