@@ -70,7 +70,7 @@ class PieceResult:
 
 
 class Encoder:
-    """Encoder of pieces, which it appends to its own shards; a context manager."""
+    """Encoder of pieces, which it appends to its own shards; a context manager, and called with a piece."""
 
     def __init__(self, job: PreprocessJob, folder: str) -> None:
         self._job = job
@@ -105,7 +105,7 @@ class Encoder:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def encode(self, piece: InputPiece) -> PieceResult:
+    def __call__(self, piece: InputPiece) -> PieceResult:
         """Encode one piece.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Encode pieces in worker processes; results come in the pieces' order, in bounded memory."""
+"""Run tasks in worker processes; results come in the tasks' order, in bounded memory."""
 
 from __future__ import annotations
 
@@ -8,25 +8,27 @@ import signal
 import threading
 import traceback
 from collections import deque
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnContext
 from multiprocessing.process import BaseProcess
-from typing import NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from megalite.data.preprocessing.encoder import Encoder, PieceResult
-from megalite.data.preprocessing.input_plan import InputPiece
-from megalite.data.preprocessing.preprocess_job import PreprocessJob
 from megalite.utils.errors import UserError
 
 _RESULTS_AHEAD = 64
-"""Number of pieces per worker that may finish before the next result in order; results are small."""
+"""Number of tasks per worker that may finish before the next result in order; results are small."""
+
+Task = TypeVar("Task")
+Result = TypeVar("Result")
+StartWorker = Callable[[], AbstractContextManager[Callable[[Task], Result]]]
+"""A function that a process calls once, to get the function that runs each of its tasks."""
 
 
 class WorkerDied(UserError):
-    """Raised when a worker process ended unexpectedly; finished pieces are kept for --resume."""
+    """Raised when a worker process ended unexpectedly; finished tasks are kept."""
 
 
 class _Worker(NamedTuple):
@@ -34,25 +36,31 @@ class _Worker(NamedTuple):
     connection: Connection
 
 
-class EncoderPool:
-    """Encoder in the calling process for one worker, else in worker processes; a context manager.
+class WorkerPool(Generic[Task, Result]):
+    """Runner of tasks in the calling process for one worker, else in processes; a context manager.
 
     A worker's only connection to this process is its pipe, so it ends when this process ends.
+
+    Args:
+        start: gets a worker's function; it can be pickled.
+        workers: number of processes.
+        after_death: what to do if a process dies, for the message.
     """
 
-    def __init__(self, job: PreprocessJob, folder: str) -> None:
-        self._job = job
-        self._folder = folder
+    def __init__(self, start: StartWorker[Task, Result], workers: int, after_death: str) -> None:
+        self._start = start
+        self._num_workers = workers
+        self._after_death = after_death
         self._workers: list[_Worker] = []
 
-    def __enter__(self) -> EncoderPool:
-        if self._job.workers > 1:
+    def __enter__(self) -> WorkerPool[Task, Result]:
+        if self._num_workers > 1:
             # Use spawn: the threads of the tokenizers library do not survive a fork.
             context = multiprocessing.get_context("spawn")
             try:
                 with _signals_held():
-                    for _ in range(self._job.workers):
-                        self._workers.append(_start(context, self._job, self._folder))
+                    for _ in range(self._num_workers):
+                        self._workers.append(_start(context, self._start))
             except BaseException:
                 self._end_workers()
                 raise
@@ -68,26 +76,26 @@ class EncoderPool:
         for worker in self._workers:
             worker.process.join()
 
-    def encode(self, pieces: Iterable[InputPiece]) -> Iterator[tuple[InputPiece, PieceResult]]:
-        """Yield the pieces with their results, in order.
+    def run(self, tasks: Iterable[Task]) -> Iterator[tuple[Task, Result]]:
+        """Yield the tasks with their results, in order.
 
         Raises:
-            UserError: the error of the first piece that has one.
+            UserError: the error of the first task that has one.
             WorkerDied: a worker process ended.
         """
         if self._workers:
-            yield from self._encode_in_processes(iter(pieces))
+            yield from self._run_in_processes(iter(tasks))
             return
-        with Encoder(self._job, self._folder) as encoder:
-            for piece in pieces:
-                yield piece, encoder.encode(piece)
+        with self._start() as work:
+            for task in tasks:
+                yield task, work(task)
 
-    def _encode_in_processes(self, pieces: Iterator[InputPiece]) -> Iterator[tuple[InputPiece, PieceResult]]:
-        source = enumerate(pieces)
-        ready: deque[tuple[int, InputPiece]] = deque()  # at most one, read while the workers encode
+    def _run_in_processes(self, tasks: Iterator[Task]) -> Iterator[tuple[Task, Result]]:
+        source = enumerate(tasks)
+        ready: deque[tuple[int, Task]] = deque()  # at most one, read while the workers run
         idle = list(self._workers)
-        busy: dict[Connection, tuple[_Worker, int, InputPiece]] = {}
-        done: dict[int, tuple[InputPiece, PieceResult | Exception]] = {}
+        busy: dict[Connection, tuple[_Worker, int, Task]] = {}
+        done: dict[int, tuple[Task, Result | Exception]] = {}
         index = 0  # number of the next result
         while True:
             if not ready and len(done) < _RESULTS_AHEAD * len(self._workers):
@@ -101,25 +109,25 @@ class EncoderPool:
                 return
             for connection in wait(list(busy)):
                 assert isinstance(connection, Connection)
-                worker, number, piece = busy.pop(connection)
-                done[number] = (piece, self._receive(worker))
+                worker, number, task = busy.pop(connection)
+                done[number] = (task, self._receive(worker))
                 idle.append(worker)
             while index in done:
-                piece, result = done.pop(index)
+                task, result = done.pop(index)
                 index += 1
                 if isinstance(result, Exception):
                     raise result
-                yield piece, result
+                yield task, result
 
-    def _send(self, worker: _Worker, piece: InputPiece) -> None:
+    def _send(self, worker: _Worker, task: Task) -> None:
         try:
-            worker.connection.send(piece)
+            worker.connection.send(task)
         except (BrokenPipeError, ConnectionResetError):
             raise self._died(worker) from None
 
-    def _receive(self, worker: _Worker) -> PieceResult | Exception:
+    def _receive(self, worker: _Worker) -> Result | Exception:
         try:
-            result: PieceResult | Exception = worker.connection.recv()
+            result: Result | Exception = worker.connection.recv()
         except (EOFError, ConnectionResetError):
             raise self._died(worker) from None
         return result
@@ -128,7 +136,7 @@ class EncoderPool:
         worker.process.join(timeout=5)
         return WorkerDied(
             f"a worker died (exit status {worker.process.exitcode}), perhaps because it ran out of memory: "
-            f"continue with --resume and fewer than --workers {self._job.workers}"
+            f"{self._after_death}"
         )
 
 
@@ -158,27 +166,27 @@ def _signals_held() -> Iterator[None]:
         signal.raise_signal(held[0])
 
 
-def _start(context: SpawnContext, job: PreprocessJob, folder: str) -> _Worker:
+def _start(context: SpawnContext, start: StartWorker[Any, Any]) -> _Worker:
     here, there = context.Pipe()
-    process = context.Process(target=_serve, args=(there, job, folder), daemon=True)
+    process = context.Process(target=_serve, args=(there, start), daemon=True)
     process.start()
     there.close()
     return _Worker(process, here)
 
 
-def _serve(connection: Connection, job: PreprocessJob, folder: str) -> None:
-    """Run a worker: receive pieces and send their results until the other side closes the pipe."""
+def _serve(connection: Connection, start: StartWorker[Any, Any]) -> None:
+    """Run a worker: receive tasks and send their results until the other side closes the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process handles the terminal's interrupt
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # otherwise each worker starts a thread per core
     os.environ["RAYON_NUM_THREADS"] = "1"
     try:
         try:
-            with Encoder(job, folder) as encoder:
+            with start() as work:
                 while True:
-                    piece = connection.recv()
-                    connection.send(_try_to_encode(encoder, piece))
-        except UserError as error:  # the encoder could not be created: answer the first piece with this
+                    task = connection.recv()
+                    connection.send(_try(work, task))
+        except UserError as error:  # the worker could not start: answer the first task with this
             connection.recv()
             connection.send(error)
     except (EOFError, BrokenPipeError, ConnectionResetError):
@@ -186,16 +194,16 @@ def _serve(connection: Connection, job: PreprocessJob, folder: str) -> None:
 
 
 def _end_with_parent() -> None:
-    """End this worker when the first process ends: a worker that encodes would notice seconds later."""
+    """End this worker when the first process ends: a worker that computes would notice seconds later."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
     os._exit(1)
 
 
-def _try_to_encode(encoder: Encoder, piece: InputPiece) -> PieceResult | Exception:
+def _try(work: Callable[[Task], Result], task: Task) -> Result | Exception:
     try:
-        return encoder.encode(piece)
+        return work(task)
     except UserError as error:
         return error
     except Exception:  # a defect: its traceback would not survive the pipe

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,16 @@ import numpy as np
 from megalite.data.indexed_dataset import replace_dataset, token_dtype
 from megalite.data.loss_mask import LOSS_MASK
 from megalite.data.preprocessing.documents import find_inputs, input_kind, is_compressed
-from megalite.data.preprocessing.encoder import MAX_MESSAGES, CannotWrite, PieceResult, sentence_splitter
+from megalite.data.preprocessing.encoder import (
+    MAX_MESSAGES,
+    CannotWrite,
+    Encoder,
+    PieceResult,
+    sentence_splitter,
+)
 from megalite.data.preprocessing.input_plan import InputPiece, InputPlan, locate
 from megalite.data.preprocessing.ledger import Ledger
-from megalite.data.preprocessing.pool import EncoderPool
+from megalite.data.preprocessing.pool import WorkerPool
 from megalite.data.preprocessing.preprocess_job import PreprocessJob
 from megalite.data.preprocessing.preprocessing_report import (
     ColumnTotal,
@@ -209,8 +216,10 @@ class _Run:
         self._started = time.monotonic()
 
     def encode(self, ledger: Ledger, pieces: Iterator[InputPiece]) -> None:
-        with EncoderPool(self._job, ledger.folder) as pool:
-            for piece, result in pool.encode(pieces):
+        workers = self._job.workers
+        hint = f"continue with --resume and fewer than --workers {workers}"
+        with WorkerPool(partial(Encoder, self._job, ledger.folder), workers, hint) as pool:
+            for piece, result in pool.run(pieces):
                 ledger.append(result)
                 self._add(piece, result)
                 self._on_progress(self.progress)
