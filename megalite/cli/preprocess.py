@@ -99,7 +99,8 @@ _LANGUAGES = {
 """Language codes for the names that Megatron's script takes, which are NLTK's."""
 
 
-def _partition(text: str) -> tuple[int, int]:
+def partition(text: str) -> tuple[int, int]:
+    """Parse a part I of N, written I/N."""
     index, slash, count = text.partition("/")
     if not (slash and index.isdecimal() and count.isdecimal() and int(index) < int(count)):
         raise argparse.ArgumentTypeError(f"{text} is not I/N with I from 0 to N - 1")
@@ -229,7 +230,7 @@ def _add_work(add: _Add) -> None:
     add("--resume", action="store_true", help="continue a killed run of the same job")
     add(
         "--partition",
-        type=_partition,
+        type=partition,
         default=(0, 1),
         metavar="I/N",
         help="process only part I of N of the input, I from 0, to PREFIX-0000I-of-0000N_...; "

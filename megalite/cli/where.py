@@ -3,13 +3,15 @@
 megalite where --iteration 1200 --config run.yaml
 
 It takes all flags of megalite train; pass the run's flags. The number of ranks does not matter. With the
-run's --dp, it also shows the data-parallel rank of each sample.
+run's --dp, it also shows the data-parallel rank of each sample, and for a corpus of megalite prepare the line
+of the input file.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megalite.data.prepare.sources import find_source
 from megalite.data.tokenizers.tokenizer import Tokenizer, configured_tokenizer
 from megalite.frontends.command_line import parse
 from megalite.frontends.tool_parser import ToolParser
@@ -33,7 +35,9 @@ def main(arguments: Sequence[str]) -> None:
     for sample in trace_iteration(config, own.iteration):
         print(_heading(sample))
         for span in sample.spans:
-            print(f"  {_position(span)}: {_text(span, tokenizer, own.chars)}")
+            source = find_source(span.prefix, span.document)
+            origin = f" from {source}" if source else ""
+            print(f"  {_position(span)}{origin}: {_text(span, tokenizer, own.chars)}")
 
 
 def _heading(sample: TracedSample) -> str:

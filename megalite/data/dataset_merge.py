@@ -7,7 +7,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -164,10 +164,21 @@ def merge_datasets(prefixes: Sequence[str], output_prefix: str, overwrite: bool 
     return summary
 
 
-def list_shards(prefixes: Sequence[str], output_prefix: str, overwrite: bool = False) -> MergeSummary:
+def list_shards(
+    prefixes: Sequence[str],
+    output_prefix: str,
+    overwrite: bool = False,
+    checksums: Callable[[IndexedDataset], tuple[npt.NDArray[np.uint32], str]] | None = None,
+) -> MergeSummary:
     """Write OUTPUT_PREFIX.shards.json and .shards.crc32, which make the datasets one corpus without a copy.
 
     Shards below the folder of the list are named relative to it, so that they can be moved together.
+
+    Args:
+        prefixes: the datasets, in order.
+        output_prefix: prefix of the list.
+        overwrite: replace a list.
+        checksums: returns what `checksums_of` would; None to read the shards.
 
     Raises:
         UserError: an input is damaged, the token dtypes or tokenizers differ, the inputs are a part of the
@@ -193,10 +204,11 @@ def list_shards(prefixes: Sequence[str], output_prefix: str, overwrite: bool = F
         with replace_file(f"{output_prefix}{CHECKSUM_SUFFIX}") as stream:
             whole, entries = 0, []
             for number, source in enumerate(sources, 1):
-                log.info("reading %s, shard %d of %d", source.prefix, number, len(sources))
-                checksums, sha256 = checksums_of(source)
-                stream.write(checksums.tobytes())
-                whole = zlib.crc32(checksums.data, whole)
+                if checksums is None:
+                    log.info("reading %s, shard %d of %d", source.prefix, number, len(sources))
+                values, sha256 = (checksums or checksums_of)(source)
+                stream.write(values.tobytes())
+                whole = zlib.crc32(values.data, whole)
                 entries.append(_entry(source, folder, sha256))
         digest = None if digest_source is None else read_tokenizer_digest(digest_source)
         listed = ShardList(sources[0].dtype.name, digest, whole, tuple(entries))

@@ -34,6 +34,7 @@ COMMANDS = {
         "pretrain_bert.py", "train a BERT; under torchrun, on many ranks", "train", is_rank=True
     ),
     "preprocess": Command("tools/preprocess_data.py", "tokenize text files into a dataset"),
+    "prepare": Command("tools/prepare_corpus.py", "filter, deduplicate, shuffle and tokenize raw text"),
     "plan": Command(
         "tools/plan.py", "estimate memory, time and price of a run, and search its layout", "plan"
     ),

@@ -114,7 +114,7 @@ class Encoder:
         """
         columns = [ColumnResult(self._append(k, empty_column(dtype))) for k, dtype in enumerate(self._dtypes)]
         result = PieceResult(columns, 0, 0, [], piece.num_input_bytes, piece.checksum)
-        for batch, num_bytes in _batches(piece.records(self._job)):
+        for batch, num_bytes in batches(piece.records(self._job)):
             result.num_bytes += num_bytes
             good, encoded = self._encode_batch(piece, batch, result)
             for k, documents in enumerate(encoded):
@@ -244,7 +244,7 @@ class Encoder:
             result.bad.append((record.source, what, record.number, str(error)))
 
 
-def _batches(records: Iterable[DocumentRecord]) -> Iterator[tuple[list[DocumentRecord], int]]:
+def batches(records: Iterable[DocumentRecord]) -> Iterator[tuple[list[DocumentRecord], int]]:
     """Yield some records at a time, and their bytes."""
     batch: list[DocumentRecord] = []
     num_bytes = 0

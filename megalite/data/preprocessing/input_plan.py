@@ -9,6 +9,7 @@ import io
 import os
 import sys
 import zlib
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ from megalite.utils.errors import UserError
 _MIN_PIECE_BYTES = 4 << 20
 _MAX_PIECE_BYTES = 64 << 20
 _MAX_PIECES = 1 << 14
+PIECES_VERSION = 2
+"""Version of the way in which the input is cut: a run cannot resume one of another version."""
 
 
 class InputPlan:
@@ -120,11 +123,20 @@ class InputPlan:
                     yield ByteRange(path, start, min(start + self._piece_bytes, size))
 
     def _row_groups(self, path: str, begin: int, size: int) -> Iterator[InputPiece]:
+        """Yield the row groups of a large file, or consecutive ones that are small."""
+        if size <= self._piece_bytes:
+            yield from [WholeFiles((path,), size)] if self._is_mine(begin) else []
+            return
         rows = row_group_sizes(path)
-        for i, _ in enumerate(rows):
-            share = range(size * i // len(rows), size * (i + 1) // len(rows))
-            if self._is_mine(begin + share.start):
-                yield RowGroups(path, (i,), sum(rows[:i]), len(share))
+        starts = [size * i // max(1, len(rows)) for i in range(len(rows) + 1)]
+        mine = [i for i in range(len(rows)) if self._is_mine(begin + starts[i])]
+        first = mine[0] if mine else 0
+        while mine and first <= mine[-1]:
+            end = max(first + 1, bisect_right(starts, starts[first] + self._piece_bytes) - 1)
+            end = min(end, mine[-1] + 1)
+            groups, num_bytes = tuple(range(first, end)), starts[end] - starts[first]
+            yield RowGroups(path, groups, sum(rows[:first]), num_bytes)
+            first = end
 
     def _chunks(self, path: str, kind: str) -> Iterator[InputPiece]:
         standard_input = nullcontext((sys.stdin.buffer, sys.stdin.buffer))

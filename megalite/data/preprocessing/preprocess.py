@@ -22,7 +22,7 @@ from megalite.data.preprocessing.encoder import (
     PieceResult,
     sentence_splitter,
 )
-from megalite.data.preprocessing.input_plan import InputPiece, InputPlan, locate
+from megalite.data.preprocessing.input_plan import PIECES_VERSION, InputPiece, InputPlan, locate
 from megalite.data.preprocessing.ledger import Ledger
 from megalite.data.preprocessing.pool import WorkerPool
 from megalite.data.preprocessing.preprocess_job import PreprocessJob
@@ -104,7 +104,8 @@ def preprocess(job: PreprocessJob, on_progress: OnProgress | None = None) -> Pre
             if job.resume and ledger.header:
                 run.skip(ledger.resume(), pieces)
             else:
-                ledger.start({"identity": made_with, "stream_compressed": plan.stream_compressed})
+                header = {"stream_compressed": plan.stream_compressed, "pieces": PIECES_VERSION}
+                ledger.start({"identity": made_with, **header})
             run.encode(ledger, pieces)
             reports = run.write(ledger.folder, tokenizer, made_with)
         except CannotWrite as error:
@@ -155,6 +156,11 @@ def _plan(job: PreprocessJob, ledger: Ledger, files: list[str], made_with: dict[
             "--overwrite"
         )
     if before and job.resume:
+        if before.get("pieces") != PIECES_VERSION:
+            raise UserError(
+                f"the interrupted run in {ledger.folder} is of another version of megalite: start again with "
+                "--overwrite and without --resume"
+            )
         for flag, value in made_with.items():
             if before["identity"].get(flag) != value:
                 was = before["identity"].get(flag)

@@ -15,6 +15,7 @@ from megalite.data.batch_loader import microbatch_samples
 from megalite.data.build_datasets import BuildOptions, num_samples_per_split
 from megalite.data.corpus_sources import sources_of_one_blend
 from megalite.data.indexed_dataset import IndexedDataset, IndexedWriter
+from megalite.data.prepare.sources import SOURCE, write_sources
 from megalite.data.samples import GPTSamples
 from megalite.frontends.command_line import parse
 from megalite.train.trace_sample import trace_iteration
@@ -119,6 +120,13 @@ def test_tool(corpora: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     place, ids = piece.rsplit(": ", 1)
     first, last = (int(word) for word in place.rsplit(" tokens ", 1)[1].split(" to "))
     assert len(ids.split()) == last - first + 1
+    sources = np.zeros(999, SOURCE)
+    sources["number"] = np.arange(1, 1000)
+    sources.tofile(f"{corpora[0]}.part")
+    write_sources(corpora[0], ["raw.jsonl"], [Path(f"{corpora[0]}.part")])
+    main(["--iteration", "2", *flags])
+    document = int(piece.split(" document ")[1].split()[0])
+    assert f"{place} from raw.jsonl line {document + 1}: {ids}" in capsys.readouterr().out
     for iteration in ("0", "7"):
         with pytest.raises(UserError, match=f"--iteration {iteration} is not in the run"):
             main(["--iteration", iteration, *flags])

@@ -88,7 +88,10 @@ def test_parts_of_the_input_are_the_whole(tmp_path: Path, monkeypatch: pytest.Mo
         InputPlan(parts[0], ["-"], stream_compressed=False)
 
 
-def test_parquet_is_cut_at_row_groups(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("share_of_file", "num_pieces"), [(0.1, 3), (0.7, 2), (1, 1)])
+def test_parquet_is_cut_at_row_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share_of_file: float, num_pieces: int
+) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "a.parquet"
@@ -97,8 +100,9 @@ def test_parquet_is_cut_at_row_groups(tmp_path: Path) -> None:
     job = PreprocessJob(
         (str(path),), str(tmp_path / "o"), "byte", json_keys=("meta.title", "text"), workers=2
     )
+    monkeypatch.setattr(plan_module, "_MIN_PIECE_BYTES", int(path.stat().st_size * share_of_file))
     plan = InputPlan(job, [str(path)], stream_compressed=False)
-    assert len(list(plan.pieces())) == 3
+    assert len(list(plan.pieces())) == num_pieces
     assert [(r.number, r.data["text"]) for r in records_of(plan, job)] == [
         (i + 1, f"t{i}") for i in range(10)
     ]

@@ -129,12 +129,18 @@ def test_only_what_is_left_is_done(tmp_path: Path, corpus: Path, count: int) -> 
         preprocess(job)
 
 
-def test_another_job_does_not_resume(tmp_path: Path, corpus: Path) -> None:
+def test_another_job_does_not_resume(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = PreprocessJob((str(corpus),), str(tmp_path / "o"), "byte")
     run_until(job, 3)
     other = dataclasses.replace(job, resume=True, append_eod=True)
     with pytest.raises(UserError, match="had another --append-eod: False, and now True"):
         preprocess(other)
+    with monkeypatch.context() as patch:
+        patch.setattr("megalite.data.preprocessing.preprocess.PIECES_VERSION", 0)
+        with pytest.raises(
+            UserError, match="is of another version of megalite: start again with --overwrite"
+        ):
+            preprocess(dataclasses.replace(job, resume=True))
     corpus.write_text(corpus.read_text() + '{"text": "more"}\n')
     with pytest.raises(UserError, match="had another --input;"):
         preprocess(dataclasses.replace(job, resume=True))
