@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -117,6 +118,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    sys.dont_write_bytecode = False  # else each worker rewrites all tests' assertions in each run
     if config.option.layout_seed is None:
         commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
         config.option.layout_seed = commit.stdout.strip()[:12] or "no commit"

@@ -20,6 +20,8 @@ PROGRAM = "nvidia-cuda-mps-control"
 FOLDERS = ("/usr/local/nvidia/bin", "/usr/lib/nvidia/bin", "/usr/lib/nvidia-current")
 """Where the program may be, besides PATH."""
 SECONDS_TO_START = 10.0
+SECONDS_TO_END = 2.0
+"""Seconds that a daemon has to end before it is killed."""
 
 
 class Mps:
@@ -98,7 +100,7 @@ class Mps:
             for process in processes:
                 with suppress(ProcessLookupError):
                     os.kill(process, number)
-            end = time.monotonic() + 2.0
+            end = time.monotonic() + SECONDS_TO_END
             while processes and time.monotonic() < end and any(self._processes()):
                 time.sleep(0.05)
 

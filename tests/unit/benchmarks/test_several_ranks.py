@@ -48,6 +48,7 @@ rm {tmp_path}/ready
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
     monkeypatch.setattr(cuda_environment, "DEFAULT_MPS_FOLDER", tmp_path / "nvidia-mps")
     monkeypatch.setattr(mps.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(mps, "SECONDS_TO_END", 0.2)
     for name in (MPS_FOLDER, LOG):
         monkeypatch.delenv(name, raising=False)
     return program
