@@ -334,9 +334,9 @@ def _dp(change: Callable[[Any, int], Any], key: str) -> Callable[..., Any]:
     return changed
 
 
-def _with_decay(updates: Any, decay: float) -> Any:
+def _with_decay(pieces: Any, decay: float) -> Any:
     """Give updates without weight decay this one."""
-    return [each._replace(weight_decay=each.weight_decay or decay) for each in updates]
+    return [(each._replace(weight_decay=each.weight_decay or decay), own) for each, own in pieces]
 
 
 def _rate_by_replicas(original: Callable[..., Any], topology: Topology) -> Callable[..., Any]:
@@ -697,8 +697,8 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
         ("the input gradient of the output layer is not summed", "tp2", embedding, "column_linear",
          _without_sum),
         ("biases have weight decay after the first rank", "tp2", adamw.AdamW, "_update",
-         lambda original, topology: lambda self, updates, *rest: original(
-             self, _with_decay(updates, 0.1 * (topology.tp.rank > 0)), *rest)),
+         lambda original, topology: lambda self, pieces, *rest: original(
+             self, _with_decay(pieces, 0.1 * (topology.tp.rank > 0)), *rest)),
     ],
     "sequence parallelism": [
         ("partial gradients are not summed", "tp2+sp", optimizer.Optimizer, "_sum_partial",
@@ -804,10 +804,10 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
          parameter_spec.LayerContext, "attention_heads", lambda original, _: property(
              lambda self: replace(
                  own := original.fget(self), index=self.tp.rank * own.count // self.tp.size)), "bloom"),
-        ("assigned tokens have the positions of their neighbours", "cp2+p2p+dynamic", Microbatch, "of_rank",
+        ("assigned tokens have the positions of their neighbours", "cp2+p2p+dynamic", Microbatch, "rank_part",
          after(lambda own, *_: replace(own, position_ids=own.position_ids.roll(1, dims=1))), "later"),
         ("the last label of an assigned document is the rank's next token", "cp2+p2p+dynamic", Microbatch,
-         "of_rank", after(lambda own, *_: replace(own, labels=own.tokens.roll(-1, dims=1))), "later"),
+         "rank_part", after(lambda own, *_: replace(own, labels=own.tokens.roll(-1, dims=1))), "later"),
         ("queries of assigned documents see earlier documents", "cp2+p2p+dynamic", ring, "_blocks",
          before(lambda queries, keys, *rest: (_of_one_document(queries), _of_one_document(keys), *rest)),
          "later"),
@@ -962,10 +962,8 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
         ("tokens without a loss are in the loss", "dp2", stage.Stage, "masked_sum",
          before(lambda self, losses, microbatch: (self, losses, replace(microbatch, loss_mask=None))),
          "packed", SAME),
-        ("the order loss is a mean over the microbatch's samples", "mbs1", executor.ScheduleRun, "_divisor",
-         lambda original, topology: lambda self, name, per: (
-             original(self, name, per) if per != "sample" else next(
-                 len(each.tokens) for each in [self._load(0)])), "bert"),
+        ("the order loss is a mean over the microbatch's samples", "mbs1", bert_stage.BertStage, "_order_loss",
+         after(lambda total, _, __, microbatch: total / len(microbatch.tokens)), "bert"),
         ("the validation loss is a mean over ranks", "dp2", global_batch, "global_losses", instead(_first),
          "gpt", "The verification does not evaluate."),
     ],
@@ -1161,7 +1159,7 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
     "update": [
         ("the learning rate grows with the replicas", "dp2", optimizer.Optimizer, "step", _rate_by_replicas),
         ("biases have weight decay", "tp1+offload", adamw.AdamW, "_update",
-         before(lambda self, updates, *rest: (self, _with_decay(updates, 0.1), *rest))),
+         before(lambda self, pieces, *rest: (self, _with_decay(pieces, 0.1), *rest))),
         ("the bias correction is one step late", "tp1+offload", adamw.AdamW, "_update",
          before(lambda self, updates, number, *rest: (self, updates, number + 1, *rest))),
         ("later stages have the learning rate of a later step", "pp2", optimizer.Optimizer, "step",
