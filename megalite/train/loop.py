@@ -267,7 +267,11 @@ class TrainingLoop:
             for callback in self._callbacks:
                 stack.enter_context(callback.running(self))
             self.states()  # reports a state that cannot be saved now, rather than at the first save
-            waiting = [type(each).__name__ for each in self._callbacks if each.needs_boundary(self, 0)]
+            waiting = [
+                type(each).__name__
+                for each in self._callbacks
+                if not _overrides(each, "needs_boundary") and each.needs_boundary(self, self.next_iteration)
+            ]
             if self.queues_next and waiting:
                 log.info("no iteration is queued before the hooks of %s (needs_boundary)", ", ".join(waiting))
             while not self.is_ending:

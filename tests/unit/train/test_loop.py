@@ -385,7 +385,9 @@ def test_a_callback_with_hooks_between_iterations_needs_the_boundary(
     )
     stop = StopConditions(config.training, one_rank, StopSignals(RequeueNote(None)))
     with start_trainer(config, one_rank) as trainer, caplog.at_level(logging.INFO, "megalite"):
-        loop = TrainingLoop(trainer, stop, [OneMinuteIterations(), StopAtLoss(99.0), OnlyState(), Queueing()])
+        loop = TrainingLoop(
+            trainer, stop, [OneMinuteIterations(), StopAtLoss(99.0), OnlyState(), Queueing(), Evaluation()]
+        )
         loop.queues_next = True  # as on a GPU
         loop.run()
     lines = [record.getMessage() for record in caplog.records if "queued" in record.getMessage()]
