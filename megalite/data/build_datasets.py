@@ -147,11 +147,13 @@ def build_from_corpora(
     for corpus in opened.values():
         options.samples.check(corpus)
     requested = dict(zip(SPLIT_NAMES, num_samples, strict=True))
-    if options.samples.are_windows and requested["train"]:
+    prefixes = [source.prefix for blend in sources["train"] for source in blend.sources]
+    unshuffled = [prefix for prefix in prefixes if not opened[prefix].is_shuffled]
+    if options.samples.are_windows and requested["train"] and unshuffled:
         log.warning(
-            "samples are windows of %s as they lie, whose documents are neighbours in the corpus: shuffle "
-            "the documents before you preprocess them",
-            few([source.prefix for blend in sources["train"] for source in blend.sources]),
+            "samples are windows of %s, with neighbouring documents together: shuffle the documents before "
+            "you preprocess them, or prepare the corpus with the setting shuffle",
+            few(unshuffled),
         )
     _warn_of_overlap(sources, {split for split in SPLIT_NAMES if requested[split]})
     own: dict[str, Dataset | None] = dict.fromkeys(SPLIT_NAMES)
@@ -164,10 +166,10 @@ def build_from_corpora(
             elif dataset is not None:
                 named.append(NamedDataset(split, blend.name, dataset))
     if own["train"] is None and requested["train"] > 0:
-        blends = sources["train"]
-        prefixes = " ".join(source.prefix for blend in blends for source in blend.sources)
-        given_by = blends[0].given_by if blends else "--split"
-        raise UserError(f"{given_by} leaves no sequence of {prefixes} to train on: give train a larger share")
+        given_by = sources["train"][0].given_by if sources["train"] else "--split"
+        raise UserError(
+            f"{given_by} leaves no sequence of {' '.join(prefixes)} to train on: give train a larger share"
+        )
     return DatasetSplits(own["train"], own["valid"], own["test"], tuple(named))
 
 

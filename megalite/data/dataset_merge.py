@@ -169,6 +169,7 @@ def list_shards(
     output_prefix: str,
     overwrite: bool = False,
     checksums: Callable[[IndexedDataset], tuple[npt.NDArray[np.uint32], str]] | None = None,
+    shuffle_seed: int | None = None,
 ) -> MergeSummary:
     """Write OUTPUT_PREFIX.shards.json and .shards.crc32, which make the datasets one corpus without a copy.
 
@@ -179,6 +180,7 @@ def list_shards(
         output_prefix: prefix of the list.
         overwrite: replace a list.
         checksums: returns what `checksums_of` would; None to read the shards.
+        shuffle_seed: see `ShardList`.
 
     Raises:
         UserError: an input is damaged, the token dtypes or tokenizers differ, the inputs are a part of the
@@ -211,7 +213,7 @@ def list_shards(
                 whole = zlib.crc32(values.data, whole)
                 entries.append(_entry(source, folder, sha256))
         digest = None if digest_source is None else read_tokenizer_digest(digest_source)
-        listed = ShardList(sources[0].dtype.name, digest, whole, tuple(entries))
+        listed = ShardList(sources[0].dtype.name, digest, whole, tuple(entries), shuffle_seed)
         with replace_file(path) as stream:
             stream.write(f"{json.dumps({'format': FORMAT, **asdict(listed)}, indent=1)}\n".encode())
     except OSError as error:

@@ -65,6 +65,7 @@ class IndexedDataset:
         prefix: path or URL of the two files, without .bin and .idx.
         dtype: dtype of the tokens in the file.
         shards: the datasets that the corpus consists of: itself.
+        is_shuffled: whether its documents are known to be in a random order.
         sequence_lengths: int32 [N], in tokens.
         sequence_offsets: int64 [N], start of each sequence in the .bin, in bytes.
         document_index: int64 [D + 1], first sequence of each document, and N at the end.
@@ -77,6 +78,7 @@ class IndexedDataset:
     sequence_offsets: Entries
     document_index: Entries
     shards: tuple[IndexedDataset, ...]
+    is_shuffled = False
 
     def __init__(self, prefix: str | os.PathLike[str], cache_bytes: int = CACHE_BYTES) -> None:
         """Open the files; `cache_bytes` is the limit of the cache of those in object storage."""

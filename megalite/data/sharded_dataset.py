@@ -63,12 +63,14 @@ class ShardList:
         tokenizer: digest of the tokenizer that made all shards; None if it is not known.
         checksums_crc32: CRC-32 of PREFIX.shards.crc32.
         shards: the shards in order.
+        shuffle_seed: seed of the order of the documents; None if this is that of the input, or not known.
     """
 
     dtype: str
     tokenizer: str | None
     checksums_crc32: int
     shards: tuple[ShardEntry, ...]
+    shuffle_seed: int | None = None
 
 
 def list_path(prefix: str) -> str:
@@ -127,7 +129,8 @@ def read_list(prefix: str) -> ShardList:
         sizes = [size for each in shards for size in (each.documents, each.sequences, each.tokens)]
         if not shards or record["dtype"] not in DTYPE_CODES.values() or min(sizes) < 0:
             raise ValueError("it lists no shards, or sizes that cannot be")
-        return ShardList(record["dtype"], record["tokenizer"], record["checksums_crc32"], shards)
+        whole = record["dtype"], record["tokenizer"], record["checksums_crc32"]
+        return ShardList(*whole, shards, record.get("shuffle_seed"))
     except FileNotFoundError:
         raise UserError(f"no such list of shards: {path}; write it with merge-datasets --list") from None
     except UserError:
@@ -216,6 +219,7 @@ class ShardedDataset(IndexedDataset):
     def __init__(self, prefix: str, cache_bytes: int = CACHE_BYTES) -> None:
         self.prefix = prefix
         listed = read_list(prefix)
+        self.is_shuffled = listed.shuffle_seed is not None
         with ThreadPoolExecutor(_NUM_OPENERS) as pool:
             opened = partial(_open_shard, prefix, listed.dtype, cache_bytes)
             shards = pool.map(opened, listed.shards)

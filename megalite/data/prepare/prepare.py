@@ -157,7 +157,8 @@ def finish(plan: CorpusPlan) -> dict[str, Any]:
         number = names.index(shard.prefix)
         return np.fromfile(plan.path("shard", number, "crc32"), "<u4"), shards[number]["sha256"]
 
-    list_shards(names, prefix, overwrite=True, checksums=checksums)
+    seed = plan.job.shuffle
+    list_shards(names, prefix, overwrite=True, checksums=checksums, shuffle_seed=seed)
     others = {index.removesuffix(".idx") for index in glob.glob(f"{glob.escape(prefix)}-?????-of-?????.idx")}
     if others := others.difference(names):
         log.warning("not part of %s: %s; delete them if it replaced them", prefix, few(sorted(others)))

@@ -13,15 +13,19 @@ import numpy as np
 import pytest
 
 from megalite.cli import prepare as program
+from megalite.data.build_datasets import BuildOptions
+from megalite.data.corpus_sources import sources_of_one_blend
 from megalite.data.prepare.passes import PassWorker
 from megalite.data.prepare.plan import PASSES
 from megalite.data.prepare.prepare import finish, run_pass, start
 from megalite.data.prepare.sources import find_source
+from megalite.data.samples import GPTSamples
 from megalite.data.sharded_dataset import ShardedDataset
 from megalite.data.tokenizers.tokenizer import TokenizerFiles, build_tokenizer
 from megalite.data.window_dataset import permute, round_keys
 from megalite.utils.errors import UserError
 from megalite.utils.log import log
+from tests.corpora import build_from_sources
 
 from .conftest import digests_of, plan_of, run, texts_of, write_texts
 
@@ -52,6 +56,22 @@ def test_tasks_of_array_jobs_write_the_same_corpus(
             command(tmp_path, "--pass", name, "--task", f"{i}/{tasks}")
     command(tmp_path, "--pass", "finish")
     assert digests_of(tmp_path) == whole
+
+
+def test_only_windows_of_a_corpus_in_order_are_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    prefixes = []
+    for name, settings in (("ordered", {}), ("shuffled", {"shuffle": 0, "shards": 2})):
+        write_texts(tmp_path / name / "in", TEXTS)
+        run(plan_of(tmp_path / name, **settings))
+        prefixes.append(str(tmp_path / name / "out" / "c"))
+    sources = sources_of_one_blend(["0.5", prefixes[0], "0.5", prefixes[1]], "1")
+    build_from_sources(sources, (4, 0, 0), BuildOptions(GPTSamples(4, 1, are_windows=True)))
+    assert [line for line in caplog.messages if "shuffle" in line] == [
+        f"samples are windows of {prefixes[0]}, with neighbouring documents together: shuffle the documents "
+        "before you preprocess them, or prepare the corpus with the setting shuffle"
+    ]
 
 
 def test_work_of_another_job_is_not_continued(tmp_path: Path) -> None:
