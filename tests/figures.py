@@ -43,7 +43,7 @@ files, of_steps, is_in_step = set(), [], False
 def note(frame, event, argument):
     global is_in_step
     code = frame.f_code
-    if code is Trainer.step.__code__:
+    if code is Trainer.step.__code__ and event in ("call", "return"):
         is_in_step = event == "call"
         if is_in_step:
             of_steps.append(set())

@@ -277,9 +277,10 @@ class TrainStep:
                 plan.learning_rate, plan.weight_decay, norm, is_allowed, plan.decoupled_learning_rate
             )
 
-        next_plan = self.plan_iteration(progress.after(plan.num_samples))
-        if queues_next and not next_plan.is_excluded:
-            self.queued = {next_plan: self.compute_gradients(next_plan)}
+        if queues_next:
+            next_plan = self.plan_iteration(progress.after(plan.num_samples))
+            if not next_plan.is_excluded:
+                self.queued = {next_plan: self.compute_gradients(next_plan)}
 
         with self.topology.events.during(DEVICE):
             grad_norm, *each_loss = scalars.read()
