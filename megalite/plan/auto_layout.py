@@ -24,11 +24,9 @@ from megalite.plan.layout_search import (
     SIMILAR,
     SearchResult,
     search,
-    search_with_offload,
     simplest,
 )
 from megalite.plan.plan_options import read_calibration
-from megalite.plan.plan_report import may_offload
 from megalite.plan.plan_request import Request
 from megalite.plan.planned_run import first_problem
 from megalite.plan.rank_memory import node_host_bytes
@@ -119,17 +117,12 @@ def choose_layout(
     """
     cluster = _cluster(config, world_size, hardware, notes)
     request = _request(config, set_fields, cluster, is_cpu=hardware.device == CPU)
-    found = search(request)
-    fitting = [plan for plan in found.fitting if _fits_host(plan, hardware)]
-    if not fitting and may_offload(request):
-        offloaded = search_with_offload(request).fitting
-        found.fitting += offloaded
-        fitting = [plan for plan in offloaded if _fits_host(plan, hardware)]
+    found = search(request, host_bytes=hardware.host_bytes)
     defaults = RunPlan(request.planned_run())
-    if fitting:
+    if found.fitting:
         ratio = SIMILAR_ON_CPU if hardware.device == CPU else SIMILAR
-        plan = simplest(fitting, ratio)
-        reason = "; ".join(filter(None, (_reason(plan, ratio, len(fitting)), _comparison(plan, defaults))))
+        plan, count = simplest(found.fitting, ratio), len(found.fitting)
+        reason = "; ".join(filter(None, (_reason(plan, ratio, count), _comparison(plan, defaults))))
     elif must_fit:
         kept = [flag_with_value(name, config.values()[name]) for name in LAYOUT_FIELDS if name in set_fields]
         raise UserError("\n".join(_nothing_fits(found, cluster, hardware, kept)))
@@ -235,13 +228,6 @@ def _rates(config: Config, hardware: NodeHardware) -> Gpu:
     return replace(gpu, num_sms=hardware.num_sms)
 
 
-def _fits_host(plan: RunPlan, hardware: NodeHardware) -> bool:
-    config = plan.run.config
-    if not config.recompute.cpu_offload_activations and not config.optimizer.offloads_optimizer:
-        return True
-    return node_host_bytes(plan.run) <= hardware.host_bytes
-
-
 def _reason(plan: RunPlan, ratio: float, count: int) -> str:
     available, config = plan.run.cluster.gpu.memory_bytes, plan.run.config
     samples, length = config.training.global_batch_size or 0, config.model.seq_length
@@ -275,8 +261,8 @@ def _nothing_fits(
     remedy = f"{free}use more ranks, a smaller model or shorter samples"
     ranks, available = counted(cluster.world_size, "rank"), cluster.gpu.memory_bytes
     nearest = found.nearest(NUM_NEAREST)
-    if found.fitting:
-        plan = min(found.fitting, key=lambda plan: node_host_bytes(plan.run))
+    if found.lacking_host:
+        plan = min(found.lacking_host, key=lambda plan: node_host_bytes(plan.run))
         needed, host = _gb(node_host_bytes(plan.run)), _gb(hardware.host_bytes)
         yield (
             f"no layout of {ranks} fits {_gb(available)} per rank without offloading, and "

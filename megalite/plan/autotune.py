@@ -19,7 +19,7 @@ from megalite.plan.estimate import RunPlan
 from megalite.plan.layout_fields import layout_flags
 from megalite.plan.layout_search import fastest
 from megalite.plan.plan_options import SCALING_FLAGS, refuse_options
-from megalite.plan.plan_report import fitting_plans
+from megalite.plan.plan_report import search_fitting
 from megalite.plan.plan_request import Request, planning_flags, read_request, start_command, training_tokens
 from megalite.plan.trial import DONE, Length, Results, Trial, run_trial
 from megalite.utils.commands import command_name
@@ -49,7 +49,7 @@ def autotune(
     _check_costs(request)
     check_machine(request.cluster.world_size, f"--world-size {request.cluster.world_size}")
     check_length(request, length)
-    plans = fastest(fitting_plans(request), own.top)
+    plans = fastest(search_fitting(request).fitting, own.top)
     if not torch.cuda.is_available():
         _check_host_memory(plans)
     results = Results(own.folder, _about(request, length))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from heapq import heapify, heappop, heapreplace
 from itertools import chain, product
-from math import gcd
+from math import gcd, inf
 from typing import Any, NamedTuple
 
 from megalite.config import Config
@@ -62,12 +62,14 @@ class SearchResult:
         rejected: number of layouts that training would reject, by kind of problem, with its first message.
         too_large: number of layouts that do not fit, by the kind of memory that takes most.
         closest: of the plans that do not fit, the one that needs the least memory for each tp and pp.
+        lacking_host: plans that would fit if nodes had more host memory.
     """
 
     fitting: list[RunPlan] = field(default_factory=list)
     rejected: Counter[str] = field(default_factory=Counter)
     too_large: Counter[str] = field(default_factory=Counter)
     closest: dict[tuple[int, int], RunPlan] = field(default_factory=dict)
+    lacking_host: list[RunPlan] = field(default_factory=list)
 
     def nearest(self, count: int) -> list[RunPlan]:
         """Return the `count` plans of different tp and pp that need the least memory, smallest first."""
@@ -82,34 +84,45 @@ def watch_nothing(text: str) -> None:
     """Show nothing."""
 
 
-def search_with_offload(request: Request, watch: Watch = watch_nothing) -> SearchResult:
-    """Plan every layout with the optimizer state in host memory, if a usual node has enough memory."""
-    config = with_fields(request.config, optimizer_cpu_offload=True)
-    found = search(replace(request, config=config), watch=watch)
-    found.fitting = [plan for plan in found.fitting if _fits_host(plan)]
-    return found
-
-
-def search(request: Request, cluster: Cluster | None = None, watch: Watch = watch_nothing) -> SearchResult:
+def search(
+    request: Request,
+    cluster: Cluster | None = None,
+    watch: Watch = watch_nothing,
+    host_bytes: float | None = None,
+) -> SearchResult:
     """Plan every layout; `fitting` is not sorted.
 
-    If no layout fits, plan layouts that offload all activations to the host.
+    If no layout fits, offload all activations to the host, then the optimizer state, and then both. Fields
+    of the request that are fixed stay as they are.
+
+    Args:
+        host_bytes: host memory of a node. By default, that of a usual node, which only limits what this
+            function offloads.
     """
-    cluster = cluster or request.cluster
-    found = _search(request, cluster, watch, offloads=False)
-    if found.fitting or "cpu_offload_activations" in request.fixed_fields:
-        return found
-    offloaded = _search(request, cluster, watch, offloads=True)
-    offloaded.fitting = [plan for plan in offloaded.fitting if _fits_host(plan)]
-    return offloaded if offloaded.fitting else found
+    cluster, found = cluster or request.cluster, list[SearchResult]()
+    for of_state, of_activations in _offloads(request):
+        config = with_fields(request.config, optimizer_cpu_offload=True) if of_state else request.config
+        usual = NODE_MEMORY_GB * 1e9 if of_state or of_activations else inf
+        limit = usual if host_bytes is None else host_bytes
+        found.append(_search(replace(request, config=config), cluster, watch, limit, offloads=of_activations))
+        if found[-1].fitting:
+            return found[-1]
+    found[0].lacking_host = [plan for each in found for plan in each.lacking_host]
+    return found[0]
 
 
-def _fits_host(plan: RunPlan) -> bool:
-    """Return whether a usual node has enough host memory for everything its ranks offload."""
-    return node_host_bytes(plan.run) <= NODE_MEMORY_GB * 1e9
+def _offloads(request: Request) -> Iterator[tuple[bool, bool]]:
+    """Return, for each attempt, whether to offload the optimizer state, and all activations."""
+    fixed, of_state = request.fixed_fields, {"optimizer_cpu_offload", "optimizer_nvme_offload"}
+    return product(
+        (False,) if request.provider is not None or of_state & fixed else (False, True),
+        (False,) if "cpu_offload_activations" in fixed else (False, True),
+    )
 
 
-def _search(request: Request, cluster: Cluster, watch: Watch, *, offloads: bool) -> SearchResult:
+def _search(
+    request: Request, cluster: Cluster, watch: Watch, host_bytes: float, *, offloads: bool
+) -> SearchResult:
     """Plan every layout, each with all activations in host memory if `offloads`."""
     found, reasons = SearchResult(), dict[tuple[str, ...], str]()
     plans = (_plans(request, same, offloads) for same in _layouts(request, cluster))
@@ -118,7 +131,8 @@ def _search(request: Request, cluster: Cluster, watch: Watch, *, offloads: bool)
         if isinstance(plan, Problem):
             found.rejected[reasons.setdefault(plan.fields, plan.text)] += 1
         elif plan.fits:
-            found.fitting.append(plan)
+            fits_host = host_bytes == inf or node_host_bytes(plan.run) <= host_bytes
+            (found.fitting if fits_host else found.lacking_host).append(plan)
         else:
             found.too_large[largest_kind(plan)] += 1
             nearest = found.closest.setdefault((plan.run.tp, plan.run.pp), plan)

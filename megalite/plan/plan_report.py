@@ -22,7 +22,6 @@ from megalite.plan.layout_search import (
     largest_kind,
     ranked,
     search,
-    search_with_offload,
     watch_nothing,
 )
 from megalite.plan.optimizer_update import (
@@ -69,7 +68,7 @@ NO_COMMAND = (
     "names a cluster that is large enough"
 )
 _THRIFTY = {"micro_batch_size": 1, "recompute_granularity": "full", "pipeline_schedule": "1f1b"}
-"""Options that need the least memory. They suffice to find out whether any layout fits."""
+"""Options that need the least memory on a GPU. They suffice to find out whether any layout fits."""
 HOST_BOUND = 0.05
 """Share of an iteration that a GPU waits for the host's launches from which on a plan warns."""
 _MAX_GROWTH = 1024
@@ -102,16 +101,16 @@ def requested_plan(request: Request) -> RunPlan:
     return RunPlan(request.planned_run())
 
 
-def fitting_plans(request: Request) -> list[RunPlan]:
-    """Return the plans of all layouts that fit, without offloaded optimizer state.
+def search_fitting(request: Request, watch: Watch = watch_nothing) -> SearchResult:
+    """Return the result of a search in which a layout fits.
 
     Raises:
         UserError: none fits.
     """
-    found = search(request)
+    found = search(request, watch=watch)
     if not found.fitting:
-        raise UserError(nothing_fits(request, found))
-    return found.fitting
+        raise UserError(nothing_fits(request, found, watch))
+    return found
 
 
 def _scaling(request: Request, scaling: Scaling) -> Iterable[str]:
@@ -126,12 +125,7 @@ def _scaling(request: Request, scaling: Scaling) -> Iterable[str]:
 
 
 def _all(request: Request, top: int, watch: Watch) -> Iterable[str]:
-    found = search(request, watch=watch)
-    if not found.fitting and may_offload(request):
-        offloaded = search_with_offload(request, watch)
-        found = offloaded if offloaded.fitting else found
-    if not found.fitting:
-        raise UserError(nothing_fits(request, found, watch))
+    found = search_fitting(request, watch)
     best = ranked(found.fitting, top, watch)
     if not request.is_json:
         return search_lines(request, best, found)
@@ -254,12 +248,6 @@ def _part_lines(kind: str, rank: str, parts: Mapping[str, float]) -> list[str]:
     texts = [f"{part} {size / _GB:.2f}" for part, size in sizes if size >= 0.005 * _GB]
     line = f"{kind:14} {rank}: {', '.join(texts) or 'under 0.01'}"
     return textwrap.wrap(line, 80, subsequent_indent=" " * 15, break_long_words=False)
-
-
-def may_offload(request: Request) -> bool:
-    """Return whether a search may offload optimizer state: for megalite's models, unless a flag sets it."""
-    fixed = {"optimizer_cpu_offload", "optimizer_nvme_offload"}
-    return request.provider is None and not fixed & request.fixed_fields
 
 
 def _offload_lines(plan: RunPlan) -> Iterator[str]:
@@ -429,7 +417,7 @@ def nothing_fits(request: Request, found: SearchResult, watch: Watch = watch_not
 
 
 def _remedy(request: Request, smallest: RunPlan, watch: Watch) -> str:
-    cluster, thrifty = request.cluster, request.with_fixed(_THRIFTY)
+    cluster, thrifty = request.cluster, request.with_fixed({**_THRIFTY, "optimizer_cpu_offload": False})
     remedies, growth = list[str](), 2
     while growth <= _MAX_GROWTH and not remedies:
         larger = replace(cluster, world_size=cluster.world_size * growth)

@@ -21,7 +21,7 @@ from megalite.plan.job_files import Kubernetes, Slurm, StartedRun, batch_script,
 from megalite.plan.layout_fields import layout_flags
 from megalite.plan.layout_search import search, simplest
 from megalite.plan.plan_options import SCALING_FLAGS, refuse_options
-from megalite.plan.plan_report import fitting_plans, goodput_of, nothing_fits, plan_lines, requested_plan
+from megalite.plan.plan_report import goodput_of, nothing_fits, plan_lines, requested_plan, search_fitting
 from megalite.plan.plan_request import Request, job_tokens, planning_flags, read_request
 from megalite.utils.commands import command_name
 from megalite.utils.errors import UserError
@@ -123,7 +123,7 @@ def chosen_plan(request: Request) -> RunPlan:
         UserError: training would reject the layout, or it does not fit; the message names one that fits.
     """
     if request.top is not None:
-        return simplest(fitting_plans(request))
+        return simplest(search_fitting(request).fitting)
     plan = requested_plan(request)
     if not plan.fits:
         raise UserError(_too_large(request, plan))

@@ -8,6 +8,8 @@ import pytest
 
 from megalite.plan.optimizer_update import OffloadSeconds
 from megalite.plan.plan_report import answer
+from megalite.plan.plan_request import read_request
+from megalite.plan.write_job import chosen_plan
 from megalite.utils.errors import UserError
 
 MODEL = "--preset llama2-7b --bf16 --gpu a100-80 --global-batch-size 8 --attention-dropout 0"
@@ -86,6 +88,8 @@ def test_a_search_offloads_only_where_nothing_else_fits() -> None:
     text = "\n".join(answer(f"{model} --world-size 1 --search --top 1".split()))
     assert "note: no layout fits with the optimizer state on the GPU" in text
     assert not any("offload" in command for command in commands("--world-size 8"))
+    job = chosen_plan(read_request(f"{model} --world-size 1 --search".split()))
+    assert job.run.config.optimizer.optimizer_cpu_offload  # as for --layout auto
     with pytest.raises(UserError, match="no layout fits"):  # a node has no room for this state
         list(answer(f"--preset gpt3-175b --bf16 --gpu a100-80 --world-size 8 {SEARCH}".split()))
 
