@@ -7,6 +7,7 @@ import struct
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
@@ -119,8 +120,19 @@ class IndexedDataset:
 
     def read_tokens(self, first: int, end: int) -> npt.NDArray[Any]:
         """Return consecutive tokens of the corpus, across sequences."""
+        return self.read_spans([(first, end)])[0]
+
+    def read_spans(self, spans: Sequence[tuple[int, int]]) -> list[npt.NDArray[Any]]:
+        """Return the tokens of each span, from first to end; what is in a store is fetched together."""
+        files = [self.ranges_of(first, end) for first, end in spans]
+        parts = iter(read_ranges([each for ranges in files for each in ranges]))
+        empty = np.empty(0, np.uint8)
+        return [np.concatenate([empty, *islice(parts, len(each))]).view(self.dtype) for each in files]
+
+    def ranges_of(self, first: int, end: int) -> list[FileRange]:
+        """Return where consecutive tokens of the corpus are, in order."""
         size = self.dtype.itemsize
-        return read_ranges([FileRange(self._bin, first * size, end * size)])[0].view(self.dtype)
+        return [FileRange(self._bin, first * size, end * size)]
 
     def token_blocks(self) -> Iterator[npt.NDArray[Any]]:
         """Yield all tokens, a bounded number at a time."""

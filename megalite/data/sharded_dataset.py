@@ -257,14 +257,14 @@ class ShardedDataset(IndexedDataset):
         _, found = self.shards[number].locate(sequence - self._first_sequences[number])
         return number, found._replace(crc32=int(self._checksums[sequence]))
 
-    def read_tokens(self, first: int, end: int) -> npt.NDArray[Any]:
-        parts = [np.empty(0, self.dtype)]
+    def ranges_of(self, first: int, end: int) -> list[FileRange]:
+        ranges: list[FileRange] = []
         number = int(np.searchsorted(self._first_tokens, first, side="right")) - 1
         while number < len(self.shards) and (start := int(self._first_tokens[number])) < end:
             shard = self.shards[number]
-            parts.append(shard.read_tokens(max(0, first - start), min(end - start, shard.num_tokens)))
+            ranges += shard.ranges_of(max(0, first - start), min(end - start, shard.num_tokens))
             number += 1
-        return np.concatenate(parts)
+        return ranges
 
     def first_altered(self) -> str | None:
         """Return which document differs from the checksums of the list, as text; None if all are equal."""

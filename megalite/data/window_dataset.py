@@ -129,7 +129,7 @@ class WindowDataset:
             IndexError: there is no such sample.
         """
         begins = (self._first_token + self.windows(samples) * self._seq_length).tolist()
-        text = np.stack([self.indexed.read_tokens(at, at + self._seq_length + 1) for at in begins])
+        text = np.stack(self.indexed.read_spans([(at, at + self._seq_length + 1) for at in begins]))
         self._files.check()
         if self._vocab_size is not None and (int(text.min()) < 0 or int(text.max()) >= self._vocab_size):
             for begin in begins:

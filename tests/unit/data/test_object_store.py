@@ -12,10 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megalite.data import storage
 from megalite.data.dataset_merge import list_shards
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.preprocessing.preprocess import PreprocessJob, preprocess
 from megalite.data.sharded_dataset import open_dataset
+from megalite.data.window_dataset import WindowDataset
 from megalite.utils.errors import UserError
 from tests.corpora import build_datasets
 from tests.object_server import ObjectServer, object_server
@@ -75,6 +77,21 @@ def test_cold_samples_fetch_their_documents_alone(
     assert 2000 * len(used) <= fetched < 1.3 * 2000 * len(used)
     assert {each.method for each in server.requests} == {"GET"}
     assert len(server.requests) <= len(used)
+
+
+def test_windows_of_a_batch_are_fetched_together(
+    server: ObjectServer, write_dataset: WriteDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefix = listed(write_dataset, tmp_path)
+    upload(server, tmp_path)
+    here, there = (
+        WindowDataset(open_dataset(path), range(400), None, 128, 1) for path in (prefix, "s3://b/corpus")
+    )
+    calls, fetch = [], storage.fetch_missing
+    monkeypatch.setattr(storage, "fetch_missing", lambda wanted: (calls.append(wanted), fetch(wanted)))
+    numbers = np.arange(len(here))  # one of them is in both shards
+    assert np.array_equal(there.gather(numbers), here.gather(numbers))
+    assert [len(call) for call in calls if call] == [2]
 
 
 def test_a_flipped_bit_is_fetched_again_and_then_named(
