@@ -33,7 +33,7 @@ from megalite.distributed.collectives import all_gather_from
 from megalite.distributed.topology import Topology
 from megalite.generate.generator import Generator, Prompt, text_of
 from megalite.generate.sampling import Sampler, Sampling
-from megalite.generate.trained_model import TrainedModel, end_of_document, load_model
+from megalite.generate.trained_model import TrainedModel, load_model, stop_token
 from megalite.utils.errors import UserError
 
 ROWS = 1024
@@ -293,7 +293,7 @@ class HarnessModel(TaskModel):
             text = text_of(self.tokens, prompt.ids, ids)
             return any(each and each in text for each in stop)
 
-        generator = Generator(self.stage, self._sampler(options["temperature"]), end_of_document(self.tokens))
+        generator = Generator(self.stage, self._sampler(options["temperature"]), stop_token(self.tokens))
         texts = []
         for prompt, ids in zip(prompts, generator.complete(prompts, is_complete=is_complete), strict=True):
             kept = ids[:-1] if ids[-1:] == [generator.eod] else ids

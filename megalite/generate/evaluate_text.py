@@ -22,10 +22,11 @@ from megalite.data.document_ends import DocumentEnds
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.sharded_dataset import open_dataset
 from megalite.data.tokenizers.tokenizer import Tokenizer, configured_tokenizer
+from megalite.data.tokenizers.tokenizer_digest import end_of_document
 from megalite.distributed.collectives import all_reduce
 from megalite.distributed.topology import Topology
 from megalite.generate.generator import broadcast_from_last, run_in_order
-from megalite.generate.trained_model import TrainedModel, end_of_document, load_model
+from megalite.generate.trained_model import TrainedModel, load_model
 from megalite.model.transformer_stage import TransformerStage
 from megalite.train.global_batch import Evaluator
 from megalite.train.run_context import build_data, document_ends, resolve_run

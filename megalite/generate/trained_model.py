@@ -23,7 +23,7 @@ from megalite.config import Config, DataConfig, ModelConfig, ParallelConfig, Tra
 from megalite.config.option import flag_of
 from megalite.config.stage_layers import even_partition, layers_of_stages
 from megalite.data.tokenizers.tokenizer import TOKENIZER_TYPES, NullTokenizer, Tokenizer, configured_tokenizer
-from megalite.data.tokenizers.tokenizer_digest import tokenizer_digest
+from megalite.data.tokenizers.tokenizer_digest import end_of_document, tokenizer_digest
 from megalite.distributed.agreement import code_record
 from megalite.distributed.rendezvous import Launch
 from megalite.distributed.topology import Topology
@@ -319,10 +319,9 @@ def tokenizer_of(trained: TrainedModel, flags: ModelFlags, topology: Topology) -
     return tokenizer
 
 
-def end_of_document(tokenizer: Tokenizer) -> int | None:
-    """Return the end-of-document token; None, with a warning, if the vocabulary has none."""
-    try:
-        return tokenizer.eod
-    except UserError as error:
-        log.warning("no text will end before its maximum length: %s", error)
-        return None
+def stop_token(tokenizer: Tokenizer) -> int | None:
+    """Return the token that ends a text; None, with a warning, if the vocabulary has none."""
+    token = end_of_document(tokenizer)
+    if token is None:
+        log.warning("no text will end before its maximum length: the vocabulary has no end-of-document token")
+    return token

@@ -21,9 +21,17 @@ from megalite.config import (
     TrainingConfig,
 )
 from megalite.config.presets import PRESETS
+from megalite.data.tokenizers.tokenizer import ByteTokenizer
 from megalite.distributed.topology import Topology
 from megalite.generate.evaluate_text import WindowOptions
-from megalite.generate.trained_model import ModelFlags, _check_layout, load_model, open_trained, start_ranks
+from megalite.generate.trained_model import (
+    ModelFlags,
+    _check_layout,
+    load_model,
+    open_trained,
+    start_ranks,
+    stop_token,
+)
 from megalite.train.trainer import start_trainer
 from megalite.utils.errors import UserError
 
@@ -96,3 +104,16 @@ def test_a_window_that_ranks_cannot_cut_is_one_line() -> None:
     message = r"--cp 2 cuts a window into 4 slices.*--seq-length 18 .*length 20, or"
     with Topology.fake(mesh, 2, 0) as topology, pytest.raises(UserError, match=message):
         WindowOptions(18, 18, 1).check(Config(), topology)
+
+
+def test_a_vocabulary_without_an_end_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    class Endless(ByteTokenizer):
+        @property
+        def eod(self) -> int:
+            raise UserError("the vocabulary has no end")
+
+    assert stop_token(ByteTokenizer()) == 256
+    assert caplog.messages == []
+    assert stop_token(Endless()) is None
+    (line,) = caplog.messages
+    assert "no text will end before its maximum length" in line
