@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from megalite.frontends.tool_parser import ToolParser, positive_int
 from megalite.report.corpus_page import corpus_page
 from megalite.utils.errors import ConfigError, UserError, counted
 from megalite.utils.files import write_output
-from megalite.utils.log import LineInterval, ProgressLine, log
+from megalite.utils.log import ProgressLine, log
 
 
 def build_parser() -> ToolParser:
@@ -71,13 +72,13 @@ def main(arguments: Sequence[str]) -> None:
         return
     workers = flags.workers or job.run.workers or num_cores()
     try:
-        with ProgressLine() as line:
+        with ProgressLine(seconds_between_lines=10.0) as line:
             for name in [flags.name] if flags.name else PASSES:
                 check_earlier(plan, name)
                 if name == "finish":
                     report = finish(plan)
                 else:
-                    run_pass(plan, name, flags.task or (0, 1), workers, _Progress(line))
+                    run_pass(plan, name, flags.task or (0, 1), workers, partial(_show, line))
     except KeyboardInterrupt:
         sys.stderr.write("interrupted: run the same command to continue\n")
         raise SystemExit(130) from None
@@ -97,6 +98,11 @@ def main(arguments: Sequence[str]) -> None:
             "set special_tokens_in_text to escape or drop unless this is intended",
             *(prefix, counted(special["documents"], "document"), special["examples"][0]["from"]),
         )
+
+
+def _show(line: ProgressLine, name: str, done: int, count: int) -> None:
+    """Show the tasks of a pass that are done."""
+    line(f"pass {PASSES.index(name) + 1} of {len(PASSES)}, {name}: {done:,} of {count:,} tasks")
 
 
 def _write_page(prefix: str, report: dict[str, Any]) -> None:
@@ -119,17 +125,3 @@ def _summary(prefix: str, report: dict[str, Any]) -> list[str]:
         *rows,
         f"  report: {prefix}.report.html and .json; sources of the documents: {prefix}.sources",
     ]
-
-
-class _Progress:
-    """Progress on standard error: one changing line on a terminal, otherwise a line every few seconds."""
-
-    def __init__(self, line: ProgressLine) -> None:
-        self._line = line
-        self._interval = LineInterval()
-
-    def __call__(self, name: str, done: int, count: int) -> None:
-        text = f"pass {PASSES.index(name) + 1} of {len(PASSES)}, {name}: {done:,} of {count:,} tasks"
-        self._line(text)
-        if not sys.stderr.isatty() and self._interval.is_over():
-            print(text, file=sys.stderr, flush=True)

@@ -7,7 +7,6 @@ import datetime
 import re
 import signal
 import sys
-import time
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
@@ -328,41 +327,26 @@ def _describe(progress: PreprocessingProgress) -> str:
     )
 
 
-class _Progress:
-    """Progress on standard error: one changing line on a terminal, otherwise a line every few seconds.
+def _describe_part(progress: PreprocessingProgress) -> str:
+    """Return what is done, after a bar if it is known how much is left."""
+    share, left = progress.share, progress.seconds_left
+    if share is None or left is None:
+        return _describe(progress)
+    bar = "#" * int(20 * share)
+    return f"[{bar:.<20}] {share:4.0%} {_describe(progress)}, {datetime.timedelta(seconds=round(left))} left"
 
-    Args:
-        log_interval: number of documents between lines, also on a terminal; None for seconds.
-    """
 
-    def __init__(self, line: ProgressLine, log_interval: int | None) -> None:
-        self._line = line
-        self._log_interval = log_interval
-        self._changes_line = sys.stderr.isatty() and log_interval is None
-        self._last, self._num_logged = time.monotonic(), 0
+def _show_every(num_documents: int) -> Callable[[PreprocessingProgress], None]:
+    """Return a function that shows progress as a line for each number of documents, also on a terminal."""
+    num_shown = 0
 
-    def __call__(self, progress: PreprocessingProgress) -> None:
-        if not self._changes_line and not self._is_due(progress.num_documents):
-            return
-        share, left = progress.share, progress.seconds_left
-        text = _describe(progress)
-        if share is not None and left is not None:
-            filled = int(20 * share)
-            bar = f"[{'#' * filled}{'.' * (20 - filled)}] {share:4.0%}"
-            text = f"{bar} {text}, {datetime.timedelta(seconds=round(left))} left"
-        if self._changes_line:
-            self._line(text)
-        else:
-            print(text, file=sys.stderr, flush=True)
+    def show(progress: PreprocessingProgress) -> None:
+        nonlocal num_shown
+        before, num_shown = num_shown, progress.num_documents // num_documents
+        if num_shown > before:
+            print(_describe_part(progress), file=sys.stderr, flush=True)
 
-    def _is_due(self, num_documents: int) -> bool:
-        if self._log_interval is not None:
-            before, self._num_logged = self._num_logged, num_documents // self._log_interval
-            return self._num_logged > before
-        if time.monotonic() - self._last < _SECONDS_BETWEEN_LINES:
-            return False
-        self._last = time.monotonic()
-        return True
+    return show
 
 
 class _Ended(KeyboardInterrupt):
@@ -398,8 +382,11 @@ def main(arguments: Sequence[str]) -> None:
 
 def _run(arguments: list[str]) -> None:
     job, log_interval = parse_job(arguments)
-    with ProgressLine() as line:
-        summary = preprocess(job, _Progress(line, log_interval))
+    with ProgressLine(seconds_between_lines=_SECONDS_BETWEEN_LINES) as line:
+        summary = preprocess(
+            job,
+            _show_every(log_interval) if log_interval else lambda progress: line(_describe_part(progress)),
+        )
     outputs = ", ".join(f"{job.prefix(key)}.bin and .idx" for key in job.json_keys)
     if summary.was_complete:
         print(f"{outputs}: complete already")

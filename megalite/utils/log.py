@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import os
 import sys
 import time
@@ -97,20 +98,21 @@ def is_on_terminal() -> bool:
 
 
 class ProgressLine:
-    """Line of progress on standard error, if that is a terminal.
+    """Changing line of progress on standard error, if that is a terminal; otherwise a line now and then.
 
     Args:
-        seconds_between: least time between two texts, and before the first one.
+        seconds_between: least time between two texts on a terminal, and before the first one.
+        seconds_between_lines: the same elsewhere; by default there are no lines.
     """
 
-    def __init__(self, seconds_between: float = 0.2) -> None:
+    def __init__(self, seconds_between: float = 0.2, seconds_between_lines: float = math.inf) -> None:
         self._is_terminal = sys.stderr.isatty()
-        self._seconds_between = seconds_between
+        self._seconds_between = seconds_between if self._is_terminal else seconds_between_lines
         self._shown_at = time.monotonic()
 
     def __call__(self, text: str) -> None:
-        if self._is_terminal and time.monotonic() - self._shown_at >= self._seconds_between:
-            self._write(f"\r{text}\033[K")
+        if time.monotonic() - self._shown_at >= self._seconds_between:
+            self._write(f"\r{text}\033[K" if self._is_terminal else f"{text}\n")
             self._shown_at = time.monotonic()
 
     def __enter__(self) -> ProgressLine:
