@@ -15,7 +15,7 @@ from megalite.config.checkpoint import CheckpointConfig
 from megalite.config.config import Config
 from megalite.config.fields import ConfigField, config_fields, fields_by_flag, normalised
 from megalite.utils.errors import UserError
-from megalite.utils.files import read_regular
+from megalite.utils.files import read_regular, read_yaml_file
 
 if TYPE_CHECKING:
     import yaml
@@ -32,39 +32,13 @@ def read_yaml(path: str, diagnostics: Diagnostics) -> dict[str, UserSetting]:
     Scalars are parsed like the values of flags: `1e-5` and `220_000_000` mean the same in both.
     """
     try:
-        root = _compose(path)
+        root = read_yaml_file(f"--config {path}", path, as_nodes=True)
     except UserError as error:
         diagnostics.add_problem(str(error))
         return {}
     if root is None:
         return {}
     return diagnostics.by_field(_settings(root, None, None, path, diagnostics))
-
-
-def _compose(path: str) -> yaml.Node | None:
-    """Return the syntax tree of a YAML file; None if the file is empty.
-
-    Raises:
-        UserError: the file or the YAML library is missing, or the file is not YAML.
-    """
-    try:
-        import yaml
-    except ImportError:
-        raise UserError(
-            f"--config {path} needs PyYAML: pip install pyyaml, or pass the settings as flags"
-        ) from None
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-    except (OSError, UnicodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"--config {path} cannot be read: {reason}") from None
-    except RecursionError:
-        raise UserError(f"--config {path} is not a settings file: it is nested too deeply") from None
-    except yaml.YAMLError as error:
-        raise UserError(f"--config {path} is not YAML: {' '.join(str(error).split())}") from None
-    assert root is None or isinstance(root, yaml.Node)
-    return root
 
 
 def _settings(

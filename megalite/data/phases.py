@@ -6,11 +6,11 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from megalite.config.training import SUFFIXES
 from megalite.utils.errors import UserError
+from megalite.utils.files import read_yaml_file
 
 _MIXTURES = ("weights", "ramp", "size_exponent", "unimax")
 _PHASE_KEYS = ("until", *_MIXTURES, "when_exhausted")
@@ -61,16 +61,7 @@ def read_phases(path: str) -> DataPhases:
         UserError: the file cannot be read, or a value in it is wrong.
     """
     at = f"--data-phases {path}"
-    try:
-        import yaml
-    except ImportError:
-        raise UserError(f"{at} needs PyYAML: pip install pyyaml") from None
-    try:
-        found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeError) as error:
-        raise UserError(f"{at} cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    except (yaml.YAMLError, RecursionError) as error:
-        raise UserError(f"{at} is not YAML: {' '.join(str(error).split())}") from None
+    found = read_yaml_file(at, path)
     _check_keys(at, found, ("sources", "phases"), ("sources", "phases"))
     sources = tuple(_source(at, str(name), value) for name, value in _mapping(at, "sources", found).items())
     paths = [source.path for source in sources]

@@ -1,4 +1,4 @@
-"""Safe access to files, and parsing of untrusted JSON.
+"""Safe access to files, and parsing of YAML and of untrusted JSON.
 
 A run writes to folders that other users may write to as well. The functions below do not follow a symbolic
 link that another process put under a known name, do not block on a pipe, and limit how much they read.
@@ -226,3 +226,28 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if sum(name == key for name, _ in pairs) > 1:
             raise ValueError(f"it has {json.dumps(key)} twice in an object: remove one")
     return found
+
+
+def read_yaml_file(what: str, path: str, *, as_nodes: bool = False) -> Any:
+    """Return the content of a YAML file; None if it is empty.
+
+    Args:
+        what: what messages call it, such as its flag and path.
+        as_nodes: return the root of its syntax tree instead.
+
+    Raises:
+        UserError: the file or the YAML library is missing, or the file is not YAML.
+    """
+    try:
+        import yaml
+    except ImportError:
+        raise UserError(f"{what} needs PyYAML: pip install pyyaml") from None
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        return yaml.compose(text, yaml.SafeLoader) if as_nodes else yaml.safe_load(text)
+    except (OSError, UnicodeError) as error:
+        raise UserError(f"{what} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    except RecursionError:
+        raise UserError(f"{what} is not a settings file: it is nested too deeply") from None
+    except yaml.YAMLError as error:
+        raise UserError(f"{what} is not YAML: {' '.join(str(error).split())}") from None

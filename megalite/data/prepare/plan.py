@@ -19,7 +19,7 @@ from megalite.data.preprocessing.preprocess_job import PreprocessJob
 from megalite.data.tokenizers.tokenizer import TokenizerFiles
 from megalite.data.tokenizers.tokenizer_digest import tokenizer_digest
 from megalite.utils.errors import ConfigError, UserError, collected
-from megalite.utils.files import make_writable, url_problem
+from megalite.utils.files import make_writable, read_yaml_file, url_problem
 
 PASSES = ("sign", "match", "tokenize", "shard", "finish")
 """The passes in order: hash, find duplicates, tokenize what is kept, shuffle, and write list and report."""
@@ -127,28 +127,15 @@ def read_corpus_job(path: str) -> CorpusJob:
     Raises:
         ConfigError: lists all mistakes in it.
     """
-    settings = _read_mapping(path)
+    settings = read_yaml_file(f"--config {path}", path)
+    if not isinstance(settings, dict):
+        raise UserError(f"--config {path} has no settings: write `key: value` lines")
     problems: list[str] = []
     steps = read_steps(settings.pop("steps", None) or [], problems)
     job = build_settings(CorpusJob, path, settings, problems, steps=steps)
     if job is None or problems:
         raise ConfigError(problems)
     return job
-
-
-def _read_mapping(path: str) -> dict[str, Any]:
-    try:
-        import yaml
-    except ImportError:
-        raise UserError(f"--config {path} needs PyYAML: pip install pyyaml") from None
-    try:
-        settings = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeError, yaml.YAMLError, RecursionError) as error:
-        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
-        raise UserError(f"--config {path} cannot be read: {reason}") from None
-    if not isinstance(settings, dict):
-        raise UserError(f"--config {path} has no settings: write `key: value` lines")
-    return settings
 
 
 @dataclass(frozen=True)

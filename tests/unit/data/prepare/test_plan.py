@@ -88,7 +88,7 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_a_file_that_is_no_settings_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
-    for text, message in (("- a", "has no settings"), ("a: [", "cannot be read")):
+    for text, message in (("- a", "has no settings"), ("a: [", "is not YAML")):
         path.write_text(text)
         with pytest.raises(UserError, match=re.escape(message)):
             read_corpus_job(str(path))
