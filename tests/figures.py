@@ -29,7 +29,7 @@ OPTIONS = {
     "attention sinks": "sink",
     "shared keys": "kv_shared|shared_keys|key_source|gives_keys",
     "Muon": "muon",
-    "context parallelism": r"\bcp\b|cp_|context_parallel",
+    "context parallelism": r"\bcp\b|(?<!d)cp_|context_parallel",  # not dcp_
 }
 """What a file names if it is about an option, as a regular expression, by option."""
 TRACED = """
