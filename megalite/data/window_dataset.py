@@ -46,15 +46,16 @@ def permute(numbers: npt.NDArray[np.int64], size: int, keys: list[np.uint64]) ->
         low, high = values[walking] & low_mask, values[walking] >> low_bits
         for i, key in enumerate(keys):
             if i % 2:
-                high ^= _hash(low + key) & high_mask
+                high ^= mix(low + key) & high_mask
             else:
-                low ^= _hash(high + key) & low_mask
+                low ^= mix(high + key) & low_mask
         values[walking] = high << low_bits | low
         walking = walking[values[walking] >= size]
     return values.astype(np.int64)
 
 
-def _hash(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+def mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Return a hash of each number: MurmurHash3's 64-bit finalizer."""
     values = (values ^ values >> U64(33)) * U64(0xFF51AFD7ED558CCD)
     values = (values ^ values >> U64(33)) * U64(0xC4CEB9FE1A85EC53)
     return values ^ values >> U64(33)

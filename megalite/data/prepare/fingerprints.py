@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megalite.data.window_dataset import U64, mix
 from megalite.utils.errors import UserError
 
-U64 = np.uint64
 Hashes = npt.NDArray[np.uint64]
 
 _SEPARATOR = "\udfff"
@@ -137,13 +137,6 @@ def band_keys(
 def minhash_version() -> int:
     """Return the version of rensa's algorithm: keys of different versions differ."""
     return int(library("rensa", "the step minhash").RMinHash.ALGORITHM_VERSION)
-
-
-def mix(values: Hashes) -> Hashes:
-    """Return a hash of each number: MurmurHash3's 64-bit finalizer."""
-    values = (values ^ values >> U64(33)) * U64(0xFF51AFD7ED558CCD)
-    values = (values ^ values >> U64(33)) * U64(0xC4CEB9FE1A85EC53)
-    return values ^ values >> U64(33)
 
 
 def _to_keys(digests: list[bytes]) -> Hashes:
