@@ -278,11 +278,6 @@ class ParallelConfig:
         return self.moe_imbalance if self.ep > 1 else 1.0
 
     @property
-    def has_ring(self) -> bool:
-        """Return whether attention of some layers receives keys and values from one rank after another."""
-        return any(self.cp_levels(name)[1] > 1 for name in self.cp_comm_types)
-
-    @property
     def zigzag_text(self) -> str:
         """Return why ranks hold two slices of the positions each, for a message; empty if they hold one."""
         if not self.mesh.is_zigzag:
@@ -322,7 +317,8 @@ class ParallelConfig:
             keep_freed_memory=self.keep_freed_memory,
             requests_symmetric_memory=self.requests_symmetric_memory,
             is_zigzag=self.cp > 1 and any(each.is_zigzag for each in self.properties_by_comm_type.values()),
-            assigns_documents=self.has_ring and self.dynamic_context_parallel,
+            assigns_documents=self.dynamic_context_parallel
+            and any(self.cp_levels(name)[1] > 1 for name in self.cp_comm_types),
         )
 
     def with_sizes(self, sizes: Mapping[str, int]) -> ParallelConfig:

@@ -339,7 +339,7 @@ def _problem_of_symmetric_memory(tp: Axis, device: torch.device, dtype: torch.dt
         problem = trial_problem(tp, device, dtype)
     else:
         problem = "a GPU cannot access another"
-    return _first_problem(problem, tp)
+    return next(filter(None, tp.gather_objects(problem, "problems of symmetric memory")), "")
 
 
 def trial_problem(tp: Axis, device: torch.device, dtype: torch.dtype) -> str:
@@ -366,8 +366,3 @@ def trial_problem(tp: Axis, device: torch.device, dtype: torch.dtype) -> str:
 def _is_close(found: Tensor, expected: Tensor) -> bool:
     error = (found.double() - expected.double()).abs().max()
     return bool(error <= _TOLERANCE * expected.abs().max())
-
-
-def _first_problem(problem: str, tp: Axis) -> str:
-    """Return the first rank's problem on every rank of the group."""
-    return next(filter(None, tp.gather_objects(problem, "problems of symmetric memory")), "")

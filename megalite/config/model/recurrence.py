@@ -70,11 +70,6 @@ class RecurrentOptions:
     """Smallest time step of Mamba-2; transformers' Nemotron-H has 0.001."""
 
     @property
-    def has_mamba(self) -> bool:
-        """Return whether layers have Mamba-2."""
-        return "M" in (self.hybrid_override_pattern or "")
-
-    @property
     def delta_net(self) -> DeltaNetSpec:
         """Return Gated DeltaNet, which --recurrent-mixer gives to layers."""
         return DeltaNetSpec(

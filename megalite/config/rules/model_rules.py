@@ -227,7 +227,7 @@ def hybrid_pattern(config: Config, world_size: int | None) -> Iterator[Problem]:
 def mamba_heads(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Check that groups have equal numbers of heads."""
     model = config.model
-    if not model.has_mamba:
+    if "M" not in (model.hybrid_override_pattern or ""):
         return
     sizes = model.mamba
     if model.mamba_num_heads is None and 2 * model.hidden_size % sizes.head_dim:
