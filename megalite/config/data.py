@@ -6,7 +6,18 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from megalite.config.option import LOCAL_PATH, POSITIVE, SHARE, OnResume, Range, Setting, flag_of, option
+from megalite.config.model.transformer import IS_BERT
+from megalite.config.option import (
+    LOCAL_PATH,
+    POSITIVE,
+    SHARE,
+    Conflicts,
+    OnResume,
+    Range,
+    Setting,
+    flag_of,
+    option,
+)
 
 TokenizerType = Literal[
     "byte",
@@ -92,6 +103,7 @@ _CORPUS: dict[str, Any] = {"on_resume": OnResume.CORPUS, "only_with": _READS_COR
 _OWN_SETS = Setting(
     "valid_weighted_split_paths", ((),), "--valid-weighted-split-paths names validation sets of its own"
 )
+_PACKS = Setting("document_packing", ("best_fit",))
 _REARRANGES = (Setting("fim_rate"), _READS_CORPUS)
 
 
@@ -171,7 +183,7 @@ class DataConfig:
     """Fill-in-the-middle: token of the vocabulary that marks the middle."""
     fim_suffix_token: str = option("<fim_suffix>", only_with=_REARRANGES)
     """Fill-in-the-middle: token of the vocabulary that marks the suffix."""
-    short_seq_prob: float = option(0.1, allowed=SHARE, only_with=Setting("architecture", ("bert",)))
+    short_seq_prob: float = option(0.1, allowed=SHARE, only_with=IS_BERT)
     """BERT: share of the samples that are shortened on purpose."""
     reset_position_ids: bool = option(
         False, only_with=Setting("position_embedding_type", ("learned_absolute", "rope"))
@@ -210,6 +222,25 @@ class DataConfig:
     """Merge file of a GPT-2 tokenizer (merges.txt)."""
     tokenizer_name_or_path: str | None = option(None, on_resume=OnResume.TOKENIZER, allowed=LOCAL_PATH)
     """Folder of a Hugging Face tokenizer, or its tokenizer.json."""
+
+    conflicts: ClassVar[Conflicts] = {
+        **{
+            f"{split}_weighted_split_paths": {
+                f"{split}_weighted_split_paths_path": ": both set the same option; remove one"
+            }
+            for split in ("train", "valid", "test")
+        },
+        ("fim_rate", "sft", _PACKS, *DOCUMENT_OPTIONS): {IS_BERT: ": it is an option of GPT; remove it"},
+        DOCUMENT_OPTIONS: {
+            "sft": ", which separates conversations by itself: remove it",
+            _PACKS: ", which separates documents by itself: remove it",
+        },
+        (Setting("sample_order", ("windows",)), "data_phases"): {
+            ("sft", _PACKS, IS_BERT): ", whose samples are no windows of a corpus: remove one",
+        },
+        "fim_rate": {("sft", _PACKS): ": it rearranges text; remove --fim-rate"},
+        "sft": {_PACKS: ": --sft packs conversations by itself; remove --document-packing"},
+    }
 
     @property
     def document_options(self) -> tuple[str, ...]:

@@ -17,10 +17,13 @@ from megalite.config.config import Config
 from megalite.config.model.model_config import MOST_LAYERS, ModelConfig
 from megalite.config.option import (
     AnyOf,
+    Bound,
+    Conflict,
     OnResume,
     Option,
     Range,
     Setting,
+    conflicts_in,
     flag_of,
     flag_with_value,
     format_value,
@@ -31,7 +34,9 @@ _MOST_VALUES = 3
 """Most values that a message names."""
 MAX_INT = 2**63 - 1
 """Largest whole number of a field. PyTorch's sizes and most file formats cannot be larger."""
-_GROUPS: Mapping[str, type] = typing.get_type_hints(Config)
+_GROUPS: Mapping[str, type] = {
+    name: part for name, part in typing.get_type_hints(Config).items() if name in vars(Config())
+}
 
 
 class ValueKind(NamedTuple):
@@ -85,6 +90,14 @@ def fields_by_name() -> Mapping[str, ConfigField]:
     table = {field.name: field for field in config_fields()}
     assert len(table) == len(config_fields())
     return table
+
+
+@functools.cache
+def declared_conflicts() -> tuple[Conflict | Bound, ...]:
+    """Return the conflicts and bounds that the config and all classes of its groups declare."""
+    classes = [vars(each) for group in (Config, *_GROUPS.values()) for each in group.__mro__]
+    conflicts = (conflict for each in classes for conflict in conflicts_in(each.get("conflicts", {})))
+    return (*conflicts, *(bound for each in classes for bound in each.get("bounds", ())))
 
 
 def value_of(name: str, config: Config) -> Any:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import ClassVar, Literal, NamedTuple
 
-from megalite.config.option import NOT_NEGATIVE, OnResume, Setting, option
+from megalite.config.model.recurrence import HAS_DELTA_NET, HAS_MAMBA
+from megalite.config.option import ABOVE_ONE, NOT_NEGATIVE, Conflicts, OnResume, Setting, option, other_than
 
 Fp8Format = Literal["hybrid", "e4m3", "e2m1"]
 Fp8Recipe = Literal["tensorwise", "blockwise", "mxfp8", "nvfp4"]
@@ -71,6 +72,36 @@ class Fp8Options:
     fp8_param_gather: bool = option(False, on_resume=OnResume.FREE, only_with="fp8_format")
     """Gather linear layers' weights in 8 bits with --zero-stage 3: half the bytes and memory, and the same
     results."""
+
+    conflicts: ClassVar[Conflicts] = {
+        Setting("fp8_recipe", ("tensorwise",)): {
+            "multi_latent_attention": (
+                ": latents have no scale for a tensor; pass --fp8-recipe blockwise or mxfp8"
+            ),
+        },
+        "fp8_format": {(HAS_DELTA_NET, HAS_MAMBA): ": its decays need more than 8 bits; remove it"},
+        Setting("fp8_format", ("e2m1",)): {
+            Setting("fp8_recipe", other_than("nvfp4")): (
+                ": for 4 bits pass --fp4-format e2m1 --fp4-recipe nvfp4"
+            ),
+        },
+        Setting("fp8_format", other_than("e2m1")): {
+            Setting("fp8_recipe", ("nvfp4",)): ": for 4 bits pass --fp4-format e2m1 --fp4-recipe nvfp4",
+        },
+        Setting("fp8_recipe", tuple(FP8_BLOCKS)): {
+            Setting("mlp_chunks", ABOVE_ONE): (
+                ", which cuts a sample within blocks of its tokens: remove it, or pass --fp8-recipe "
+                "tensorwise"
+            ),
+        },
+        "fp8_param_gather": {
+            Setting("fp8_recipe", other_than("tensorwise")): (
+                ", whose blocks the ranks that share a weight may cut: remove it, or pass --fp8-recipe "
+                "tensorwise"
+            ),
+            "compile": ", whose graphs round weights of 16 bits: remove one",
+        },
+    }
 
     @property
     def fp8_description(self) -> str:

@@ -6,14 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from megalite.config.model.feed_forward import HAS_EXPERTS
 from megalite.config.option import (
-    ABOVE_ONE,
     LOCAL_PATH,
     NOT_NEGATIVE,
     POSITIVE,
     SIZE,
     TIMERS,
     AnyOf,
+    Bound,
+    Conflicts,
     OnResume,
     Setting,
     option,
@@ -89,7 +91,7 @@ class LoggingConfig:
     """Log norms of the weights and of Adam's moments to TensorBoard: 1-norm, 2-norm and largest magnitude."""
     log_layer_grad_norms_interval: int | None = option(None, allowed=POSITIVE)
     """Iterations between histograms of each layer's gradient norm in TensorBoard and Weights & Biases."""
-    log_experts_interval: int = option(100, allowed=NOT_NEGATIVE, only_with=Setting("num_experts", ABOVE_ONE))
+    log_experts_interval: int = option(100, allowed=NOT_NEGATIVE, only_with=HAS_EXPERTS)
     """Iterations between records of each layer's tokens by expert, and entropy of the routing, in the metrics
     file, TensorBoard and other dashboards. 0 records none."""
     record_routing: str | None = None
@@ -151,6 +153,22 @@ class LoggingConfig:
     )
     """File to write --record-memory-history to, for pytorch.org/memory_viz. All but the first of
     --profile-ranks append their rank to the file name."""
+
+    conflicts: ClassVar[Conflicts] = {
+        "record_routing": {"replay_routing_from": ": the run would record what it replays; remove one"},
+        "profile": {"profile_execution": ": both start the profiler; remove one"},
+        ("profile_execution", "use_pytorch_profiler"): {
+            Setting("tensorboard_dir", (None,)): ", where the trace is written: pass it too",
+        },
+    }
+    bounds: ClassVar[tuple[Bound, ...]] = (
+        Bound(
+            "profile_step_start",
+            "profile_step_end",
+            ", the last profiled iteration: pass less",
+            is_strict=True,
+        ),
+    )
 
     @property
     def timers_level(self) -> int:

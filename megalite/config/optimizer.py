@@ -14,10 +14,14 @@ from megalite.config.option import (
     POSITIVE,
     SIZE,
     AnyOf,
+    Bound,
+    Conflicts,
     OnResume,
     Range,
     Setting,
+    flag_of,
     option,
+    other_than,
 )
 
 OptimizerName = Literal["adam", "muon"]
@@ -42,6 +46,7 @@ _OFFLOADS = AnyOf(
     ("optimizer_cpu_offload", "optimizer_nvme_offload"),
     "neither --optimizer-cpu-offload nor --optimizer-nvme-offload is set",
 )
+_PEAK = ", the peak: pass at most {most}"
 _DYNAMIC = (_FP16, Setting("loss_scale", (None,)))
 
 MAX_LOSS_SCALE = 2.0**64
@@ -176,6 +181,80 @@ class OptimizerConfig:
         1.0, allowed=NONZERO_SHARE, on_resume=OnResume.FREE, only_with=_OFFLOADS
     )
     """Share of the optimizer state that the flags above offload, rounded to whole gradient buckets."""
+
+    conflicts: ClassVar[Conflicts] = {
+        **{
+            f"{name}_{unit}": {
+                f"train_{other}": (
+                    f": a run is counted in iterations or in samples; pass {flag_of(f'{name}_{other}')}"
+                )
+            }
+            for name in ("lr_decay", "lr_warmup", "lr_wsd_decay", "weight_decay_incr")
+            for unit, other in (("iters", "samples"), ("samples", "iters"))
+        },
+        _OFFLOADS.fields: {
+            (Setting("exp_avg_dtype", other_than("fp32")), Setting("exp_avg_sq_dtype", other_than("fp32"))): (
+                ": offloaded moments are in fp32; remove one"
+            ),
+        },
+        Setting("optimizer", ("muon",)): {
+            _OFFLOADS.fields: (
+                ": Muon's state is not offloaded; pass --zero-stage 1 to shard it instead, or --optimizer "
+                "adam"
+            ),
+        },
+        "optimizer_cpu_offload": {
+            "optimizer_nvme_offload": ", which offloads the same state: pass only one of them",
+        },
+        "async_save": {
+            "optimizer_nvme_offload": (
+                ", which keeps the optimizer state out of host memory, where --async-save copies it: remove "
+                "--async-save, or pass --optimizer-cpu-offload instead"
+            ),
+        },
+        "mup_base_width": {
+            Setting("muon_scale_mode", ("spectral",)): (
+                ", whose updates grow with the width: pass --muon-scale-mode unit_rms_norm or shape_scaling"
+            ),
+        },
+        "decoupled_min_lr": {
+            Setting("decoupled_lr", (None,)): ": pass the peak rate too, or remove --decoupled-min-lr",
+        },
+        (Setting("start_weight_decay", other_than(None)), Setting("end_weight_decay", other_than(None))): {
+            Setting("weight_decay_incr_style", ("constant",)): (
+                ": pass --weight-decay, or --weight-decay-incr-style linear or cosine"
+            ),
+        },
+        Setting("weight_decay_incr_style", other_than("constant")): {
+            (Setting("start_weight_decay", (None,)), Setting("end_weight_decay", (None,))): ": pass it too",
+        },
+        Setting("lr_step_timing", ("deepspeed",)): {
+            "train_samples": ": it counts updates, pass --train-iters",
+            Setting("lr_decay_style", other_than("constant", "linear", "cosine")): (
+                ": choose one of constant, linear, cosine"
+            ),
+        },
+        Setting("lr_warmup_fraction", other_than(None)): {
+            ("lr_warmup_iters", "lr_warmup_samples"): ": both set the warm-up; remove one",
+        },
+    }
+    bounds: ClassVar[tuple[Bound, ...]] = (
+        Bound("min_lr", "lr", _PEAK),
+        Bound("lr_warmup_init", "lr", _PEAK),
+        Bound("lr_warmup_init", "decoupled_lr", _PEAK),
+        Bound("decoupled_min_lr", "decoupled_lr", _PEAK),
+        Bound("min_lr", "decoupled_lr", f"{_PEAK}, or pass --decoupled-min-lr", unless="decoupled_min_lr"),
+        Bound("start_weight_decay", "end_weight_decay", ": change one of them"),
+        Bound("min_loss_scale", "initial_loss_scale", ": change one of them"),
+        *(
+            bound
+            for unit in ("iters", "samples")
+            for bound in (
+                Bound(f"lr_wsd_decay_{unit}", f"lr_decay_{unit}"),
+                Bound(f"lr_wsd_decay_{unit}", f"train_{unit}", unless=f"lr_decay_{unit}"),
+            )
+        ),
+    )
 
     @property
     def offloads_optimizer(self) -> bool:

@@ -1,9 +1,10 @@
-"""Declare a config field: its flags, its range, and the rule for a run that resumes with another value."""
+"""Declare a config field: its flags, its range, what excludes it, and the rule for resuming with another."""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
@@ -100,6 +101,91 @@ class AnyOf:
 def other_than(*values: Any) -> Range:
     """Return the range of all values but these."""
     return Range(lambda value: value not in values, f"not {' or '.join(map(str, values))}")
+
+
+class Conflict(NamedTuple):
+    """Two settings that exclude each other, and why, with what to pass instead."""
+
+    one: Setting
+    other: Setting
+    why: str
+
+    @property
+    def fields(self) -> tuple[str, str]:
+        """Return the names of both fields."""
+        return self.one.field, self.other.field
+
+    def is_met_in(self, values: Mapping[str, Any]) -> bool:
+        """Return whether both settings are met."""
+        return self.one.is_met_in(values) and self.other.is_met_in(values)
+
+    def text(self, values: Mapping[str, Any]) -> str:
+        """Return the message: `--dry-run without --world-size: pass it too`."""
+        one, other = ((name, values[name]) for name in self.fields)
+        is_missing = other[1] in (None, False)
+        second = f"without {flag_of(other[0])}" if is_missing else f"with {flag_with_value(*other)}"
+        return f"{flag_with_value(*one)} {second}{self.why}"
+
+
+class Bound(NamedTuple):
+    """Field whose value must not be above another field's.
+
+    Attributes:
+        name, most: the two fields; None in either of them is no bound.
+        fix: what to pass instead; it may contain {value} and {most}.
+        is_strict: the value must be below the other.
+        unless: a field that replaces `name` or `most` if it is set.
+    """
+
+    name: str
+    most: str
+    fix: str = ": pass at most {most}"
+    is_strict: bool = False
+    unless: str = ""
+
+    @property
+    def fields(self) -> tuple[str, str]:
+        """Return the names of both fields."""
+        return self.name, self.most
+
+    def is_met_in(self, values: Mapping[str, Any]) -> bool:
+        """Return whether the value is above the bound."""
+        value, most = values[self.name], values[self.most]
+        if value is None or most is None or values.get(self.unless) is not None:
+            return False
+        return bool(value >= most if self.is_strict else value > most)
+
+    def text(self, values: Mapping[str, Any]) -> str:
+        """Return the message: `--min-lr 2.0 is above --lr 1.0, the peak: pass at most 1.0`."""
+        value, most = (values[name] for name in self.fields)
+        one, other = flag_with_value(self.name, value), flag_with_value(self.most, most)
+        relation = "not below" if self.is_strict else "above"
+        return f"{one} is {relation} {other}{self.fix.format(value=value, most=most)}"
+
+
+_Settings = str | Setting | tuple[str | Setting, ...]
+Conflicts = Mapping[_Settings, Mapping[_Settings, str]]
+"""What a class of options declares in `conflicts`: settings, each with those that exclude it, and why. A name
+is a field that is set; several settings stand for each of them. A field without effect excludes nothing."""
+
+
+def conflicts_in(declared: Conflicts) -> Iterator[Conflict]:
+    """Yield the conflict of every pair of settings."""
+    for ones, reasons in declared.items():
+        for others, why in reasons.items():
+            for one, other in itertools.product(_listed(ones), _listed(others)):
+                yield Conflict(one, other, why)
+
+
+def require_both(one: str, other: str) -> Conflicts:
+    """Return the conflicts of two fields of which one is set without the other."""
+    why = ": they have an effect only together; pass both, or remove it"
+    return {one: {Setting(other, (None,)): why}, other: {Setting(one, (None,)): why}}
+
+
+def _listed(settings: _Settings) -> list[Setting]:
+    several = (settings,) if isinstance(settings, str | Setting) else settings
+    return [Setting(each) if isinstance(each, str) else each for each in several]
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal, NamedTuple
 
+from megalite.config.fp8 import FP8_BLOCKS
 from megalite.config.option import (
     ABOVE_ONE,
     AT_LEAST_ONE,
@@ -17,6 +18,7 @@ from megalite.config.option import (
     POSITIVE,
     SIZE,
     ZERO_STAGE,
+    Conflicts,
     OnResume,
     Range,
     Setting,
@@ -63,6 +65,10 @@ _CP_LEVELS = Setting(
     "cp_comm_type",
     Range(lambda types: "a2a+p2p" in str(types), "with a2a+p2p"),
     "no layer has --cp-comm-type a2a+p2p",
+)
+_RING = Setting("cp_comm_type", Range(lambda types: "p2p" in str(types), "with p2p"))
+_OTHER_THAN_RING = Setting(
+    "cp_comm_type", Range(lambda types: types not in ("p2p", ("p2p",) * len(types)), "other than p2p")
 )
 _PP = Setting("pipeline_model_parallel_size", ABOVE_ONE)
 _TP = Setting("tensor_model_parallel_size", ABOVE_ONE)
@@ -202,6 +208,43 @@ class ParallelConfig:
     keep_freed_memory: bool = option(True, differs_between_ranks=True)
     """Reuse freed memory on a CPU rank, instead of returning it to the operating system. Steps are faster,
     but need about a third more memory."""
+
+    conflicts: ClassVar[Conflicts] = {
+        Setting("layout", ("auto",)): {
+            "emulate": ", which cannot be planned: pass the layout, or remove --emulate",
+            "dry_run": (
+                ", which has no hardware to choose for: pass the layout that `megalite plan --layout auto` "
+                "prints"
+            ),
+            "verify_layouts": ", which names its layouts: remove --layout auto",
+            Setting("global_batch_size", (None,)): (
+                ", whose default depends on the layout: pass the samples of an optimizer step"
+            ),
+        },
+        ("qk_clip", "compile"): {
+            _RING: " is not supported: pass --cp-comm-type all_gather or a2a, or remove the other",
+        },
+        "dynamic_context_parallel": {
+            _OTHER_THAN_RING: ", whose messages do not depend on documents: pass --cp-comm-type p2p",
+        },
+        Setting("fp8_recipe", tuple(FP8_BLOCKS)): {
+            "dynamic_context_parallel": (
+                ", which cuts a sample within blocks of its tokens: remove it, or pass --fp8-recipe "
+                "tensorwise"
+            ),
+        },
+        "grad_communication_dtype": {
+            Setting("params_dtype", ("fp64",)): (
+                ", which is meant to verify layouts: remove --grad-communication-dtype"
+            ),
+        },
+        Setting("grad_communication_dtype", ("fp16",)): {
+            Setting("params_dtype", ("fp32", "bf16")): (
+                ": without fp16 weights, no loss scale keeps gradients within the range of fp16; pass "
+                "--grad-communication-dtype bf16"
+            ),
+        },
+    }
 
     @property
     def tp(self) -> int:

@@ -5,7 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from megalite.config.option import ABOVE_ONE, NOT_NEGATIVE, SIZE, OnResume, Setting, option
+from megalite.config.model.feed_forward import HAS_EXPERTS
+from megalite.config.option import (
+    ABOVE_ONE,
+    NOT_NEGATIVE,
+    SIZE,
+    Bound,
+    Conflicts,
+    OnResume,
+    Range,
+    Setting,
+    option,
+)
 
 Granularity = Literal["full", "selective"]
 Method = Literal["uniform", "block"]
@@ -16,6 +27,11 @@ _SAVES_INPUTS = (
     Setting("tensor_model_parallel_size", ABOVE_ONE),
     Setting("sequence_parallel", (False,), "--sequence-parallel already shards what is saved"),
 )
+
+
+def _any_of(*modules: Module) -> Setting:
+    """Return the setting that recomputes one of these modules."""
+    return Setting("recompute_modules", Range(lambda found: bool({*modules} & {*found}), ""))
 
 
 @dataclass(frozen=True)
@@ -74,6 +90,31 @@ class RecomputeConfig:
     cpu_offload_activations: int = option(0, "--cpu-offloading-num-layers", allowed=NOT_NEGATIVE)
     """Keep the saved activations of this many first layers of each pipeline stage in host memory between
     forward and backward. A stage with fewer layers offloads all of them."""
+
+    conflicts: ClassVar[Conflicts] = {
+        _any_of("mlp_act"): {HAS_EXPERTS: ": mlp_act is a part of an MLP; pass mlp"},
+        _any_of("layernorm", "mlp"): {
+            (Setting("norm_position", ("output", "post")), "parallel_shared_norm"): (
+                ", whose norms' outputs are kept for other blocks: pass core_attn or mlp_act, or "
+                "--recompute-granularity full"
+            ),
+        },
+        _any_of("mla_up_proj"): {Setting("multi_latent_attention", (False,)): ": pass core_attn instead"},
+        _any_of("mlp", "mlp_act"): {
+            Setting("mlp_chunks", ABOVE_ONE): (
+                ", which recomputes the MLP: remove mlp and mlp_act from --recompute-modules"
+            ),
+        },
+        Setting("mlp_chunks", ABOVE_ONE): {
+            HAS_EXPERTS: (
+                ": experts compute all their tokens at once; remove it, and pass --recompute-granularity "
+                "selective with --recompute-modules mlp"
+            ),
+        },
+    }
+    bounds: ClassVar[tuple[Bound, ...]] = (
+        Bound("recompute_num_layers", "num_layers", ": pass the layers of a group, or of a stage"),
+    )
 
     def __post_init__(self) -> None:
         """Remove repeated modules: Megatron's `mlp moe` is mlp twice here."""

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from megalite.config.fp8 import Fp8Options
+from megalite.config.model.recurrence import HAS_DELTA_NET, HAS_MAMBA
+from megalite.config.model.transformer import IS_BERT
 from megalite.config.option import (
     ABOVE_ONE,
     LOCAL_PATH,
@@ -17,6 +19,7 @@ from megalite.config.option import (
     POSITIVE,
     SEED,
     SIZE,
+    Conflicts,
     OnResume,
     Range,
     Setting,
@@ -150,6 +153,26 @@ class TrainingConfig(Fp8Options):
     starts; with --deterministic it is off."""
     deterministic: bool = option(False, "--deterministic-mode", on_resume=OnResume.LOGGED)
     """Use only deterministic operations: results are bitwise equal from run to run, on GPUs too."""
+
+    conflicts: ClassVar[Conflicts] = {
+        "compile": {
+            (HAS_DELTA_NET, HAS_MAMBA): ": recurrences are not compiled; remove --compile",
+            "emulate": ", whose operators are not compiled: remove --compile",
+        },
+        "replay_routing_from": {
+            "moe_router_force_load_balancing": ": both select the experts of tokens; remove one",
+        },
+        ("record_routing", "replay_routing_from"): {
+            "seq_length_schedule": (
+                ", which cuts samples: files have the experts of whole samples; remove one"
+            ),
+        },
+        "eval_tasks": {IS_BERT: ", which does not predict next tokens: remove it"},
+        "train_iters": {"train_samples": ", which also sets the length of the run: remove one"},
+        "step_batch_size_schedule": {"rampup_batch_size": ", which contradicts it: remove one"},
+        "full_validation": {"mock_data": ", whose random tokens never end: remove it"},
+        "seq_length_schedule": {(IS_BERT, "sft"): ", whose samples it would cut: remove it"},
+    }
 
     @property
     def is_counted_in_samples(self) -> bool:

@@ -8,15 +8,13 @@ from typing import Any
 
 from megalite.config.config import LAYOUT_OPTIONS, Config
 from megalite.config.data import CORPUS_FIELDS
-from megalite.config.fields import MAX_INT, ConfigField, config_fields, without_effect
+from megalite.config.fields import MAX_INT, ConfigField, config_fields, declared_conflicts, without_effect
 from megalite.config.option import flag_of, flag_with_value
 from megalite.config.rules import (
     attention_rules,
-    conflicts,
     data_rules,
     model_rules,
     parallel_rules,
-    sizes,
     training_rules,
 )
 from megalite.config.rules.parallel_rules import replicas
@@ -27,8 +25,6 @@ Rule = Callable[[Config, int | None], Iterator[Problem]]
 """A function that yields a config's problems. Its second argument is the number of ranks, or None."""
 
 _MODULES = (
-    conflicts,
-    sizes,
     attention_rules,
     model_rules,
     parallel_rules,
@@ -37,15 +33,28 @@ _MODULES = (
 )
 _SPLIT = ("data_path", "data_args_path", "data_phases")
 """Fields of corpora that --split divides."""
+
+
+def conflicts(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Yield a problem for each pair of fields that a group of options declares as a conflict."""
+    values = config.values()
+    found = [each for each in declared_conflicts() if each.is_met_in(values)]
+    unused = without_effect(config_fields(), values) if found else {}
+    for conflict in found:
+        if unused.keys().isdisjoint(conflict.fields):
+            yield Problem(conflict.fields, conflict.text(values))
+
+
 _OF_A_RULE = {"config": "Config", "world_size": "int | None", "return": "Iterator[Problem]"}
 """Parameters and result of a rule."""
-RULES: tuple[Rule, ...] = tuple(
-    dict.fromkeys(
+RULES: tuple[Rule, ...] = (
+    conflicts,
+    *dict.fromkeys(
         each
         for module in _MODULES
         for each in vars(module).values()
         if getattr(each, "__annotations__", None) == _OF_A_RULE
-    )
+    ),
 )
 """Every rule between fields, in the order of their messages: each function of these modules that is one."""
 

@@ -23,9 +23,8 @@ from megalite.config.fp8 import FP8_BLOCKS
 from megalite.config.option import flag_with_value
 from megalite.config.parallel import LayoutSource
 from megalite.config.presets import PRESETS
-from megalite.config.rules.conflicts import conflicts
 from megalite.config.stage_layers import num_stages
-from megalite.config.validate import problems_of
+from megalite.config.validate import conflicts, problems_of
 from megalite.frontends.command_line import NEEDED_TO_TRAIN, TRAINED_BY, parse
 from megalite.frontends.tool_parser import ToolParser, positive_int, positive_number
 from megalite.hardware.gpus import GPUS, Gpu

@@ -5,13 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
+from megalite.config.model.recurrence import HAS_DELTA_NET
 from megalite.config.model.rope import RotarySpec
+from megalite.config.model.transformer import IS_BERT
 from megalite.config.option import (
     FRACTION,
     NOT_NEGATIVE,
     POSITIVE,
     SHARE,
     SIZE,
+    Bound,
+    Conflicts,
     OnResume,
     Range,
     Setting,
@@ -28,7 +32,53 @@ AttentionBackend = Literal[
 
 _FULL_ATTENTION: dict[str, Any] = {"allowed": SIZE, "in_megatron": False}
 _PAIRS = Range(lambda size: 0 < size < 2**31 and size % 2 == 0, "even, greater than 0 and below 2**31")
+_AS_VALUES = Setting("keys_as_values", other_than("none"))
+_LATENTS = Setting("multi_latent_attention")
 _LATENT: dict[str, Any] = {"only_with": "multi_latent_attention"}
+
+
+class KernelFeature(NamedTuple):
+    """Option of attention that not all kernels compute.
+
+    Attributes:
+        setting: the option, and its values.
+        backends: values of --attention-backend that compute it.
+        lack: what the others lack, as a clause.
+        without: what to do instead, after "pass --attention-backend auto, or".
+        is_merged: whether a merge of blocks of keys adds it to the results of any kernel.
+    """
+
+    setting: Setting
+    backends: tuple[AttentionBackend, ...]
+    lack: str
+    without: str
+    is_merged: bool = False
+
+
+KERNEL_FEATURES = (
+    KernelFeature(
+        Setting("attention_dropout"),
+        ("triton", "unfused", "local"),
+        "has no dropout that is the same in any layout",
+        "--attention-dropout 0",
+    ),
+    KernelFeature(
+        Setting("attn_logit_softcapping"),
+        ("triton", "unfused", "local", "flex"),
+        "cannot cap scores",
+        "remove --attn-logit-softcapping",
+    ),
+    KernelFeature(
+        Setting("softmax_type", other_than("vanilla")),
+        ("triton", "unfused", "local", "flex"),
+        "has no sinks in its softmax",
+        "--softmax-type vanilla",
+        is_merged=True,
+    ),
+    KernelFeature(
+        Setting("qk_clip"), ("unfused", "local"), "does not return the largest scores", "remove --qk-clip"
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -104,49 +154,50 @@ class AttentionOptions:
     """Kernel that computes attention. fused: any of flash, cudnn and efficient. Attention dropout needs
     triton (CUDA GPUs), unfused or local (docs/attention.md)."""
 
-
-class KernelFeature(NamedTuple):
-    """Option of attention that not all kernels compute.
-
-    Attributes:
-        setting: the option, and its values.
-        backends: values of --attention-backend that compute it.
-        lack: what the others lack, as a clause.
-        without: what to do instead, after "pass --attention-backend auto, or".
-        is_merged: whether a merge of blocks of keys adds it to the results of any kernel.
-    """
-
-    setting: Setting
-    backends: tuple[AttentionBackend, ...]
-    lack: str
-    without: str
-    is_merged: bool = False
-
-
-KERNEL_FEATURES = (
-    KernelFeature(
-        Setting("attention_dropout"),
-        ("triton", "unfused", "local"),
-        "has no dropout that is the same in any layout",
-        "--attention-dropout 0",
-    ),
-    KernelFeature(
-        Setting("attn_logit_softcapping"),
-        ("triton", "unfused", "local", "flex"),
-        "cannot cap scores",
-        "remove --attn-logit-softcapping",
-    ),
-    KernelFeature(
-        Setting("softmax_type", other_than("vanilla")),
-        ("triton", "unfused", "local", "flex"),
-        "has no sinks in its softmax",
-        "--softmax-type vanilla",
-        is_merged=True,
-    ),
-    KernelFeature(
-        Setting("qk_clip"), ("unfused", "local"), "does not return the largest scores", "remove --qk-clip"
-    ),
-)
+    conflicts: ClassVar[Conflicts] = {
+        **{
+            setting: {
+                Setting("attention_backend", other_than("auto", *backends)): (
+                    f", which {lack}: pass --attention-backend auto, or {without}"
+                )
+            }
+            for setting, backends, lack, without, _ in KERNEL_FEATURES
+        },
+        Setting("qk_layernorm_width", ("all_heads",)): {
+            Setting("normalization", other_than("RMSNorm")): (
+                ": pass --normalization RMSNorm, or --qk-layernorm-width head"
+            ),
+        },
+        (
+            "full_attention_kv_channels",
+            "full_attention_query_groups",
+            Setting("keys_as_values", ("full_attention",)),
+        ): {
+            Setting("window_attn_skip_freq", (None,)): (
+                ": it distinguishes layers with and without a window; pass --window-size and this too, or "
+                "remove it"
+            ),
+        },
+        "window_attn_skip_freq": {Setting("window_size", (None,)): ": pass both, or remove it"},
+        "num_kv_shared_layers": {
+            (HAS_DELTA_NET, "hybrid_override_pattern", "mtp_num_layers"): (
+                ": no keys are shared there; remove one"
+            ),
+        },
+        "qk_clip": {
+            ("qk_layernorm", "clip_qkv"): ", which bounds the scores itself: remove one of them",
+            _AS_VALUES: ": scaled keys would scale the values; remove one of them",
+            "num_kv_shared_layers": ": the scores of several layers depend on the same keys; remove one",
+            "compile": " is not supported: remove one of them",
+            ("optimizer_cpu_offload", "optimizer_nvme_offload"): (
+                ": weights are only scaled on the device; pass --zero-stage 1 to shard the state instead"
+            ),
+        },
+        "window_size": {IS_BERT: ", whose attention is bidirectional: remove it"},
+    }
+    bounds: ClassVar[tuple[Bound, ...]] = (
+        Bound("num_kv_shared_layers", "num_layers", ": pass fewer", is_strict=True),
+    )
 
 
 @dataclass(frozen=True)
@@ -172,6 +223,23 @@ class LatentOptions:
         None, allowed=NOT_NEGATIVE, same_shapes=True, in_megatron=False, **_LATENT
     )
     """Epsilon of the norms of latents. By default --layernorm-epsilon."""
+
+    conflicts: ClassVar[Conflicts] = {
+        _LATENTS: {
+            Setting("position_embedding_type", other_than("rope")): ": pass --position-embedding-type rope",
+        },
+        Setting("qk_layernorm_width", other_than("head")): {
+            _LATENTS: ", where --qk-layernorm normalizes the latents: remove it",
+        },
+        "attention_output_gate": {_LATENTS: ": its queries have no gates; remove it"},
+        "num_kv_shared_layers": {_LATENTS: ", whose layers share no keys; remove it"},
+        _AS_VALUES: {_LATENTS: ", whose values are no keys; remove it"},
+        "value_layernorm": {_LATENTS: ", whose values have no norm; remove it"},
+        "full_attention_kv_channels": {_LATENTS: ": all layers have heads of one size; remove it"},
+        "full_attention_query_groups": {_LATENTS: ": each head has its own keys; remove it"},
+        "clip_qkv": {_LATENTS: ", whose keys and values are latents; remove it"},
+        "qk_clip": {_LATENTS: ", whose keys have a part that all heads share; remove it"},
+    }
 
 
 @dataclass(frozen=True)

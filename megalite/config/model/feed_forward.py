@@ -11,9 +11,13 @@ from megalite.config.option import (
     OPEN_SHARE,
     POSITIVE,
     SIZE,
+    Bound,
+    Conflicts,
     OnResume,
     Setting,
     option,
+    other_than,
+    require_both,
 )
 
 PlainActivation = Literal["gelu", "gelu_exact", "relu", "squared_relu"]
@@ -27,8 +31,8 @@ RouterScores = Literal["softmax", "sigmoid"]
 LoadBalancing = Literal["seq_aux_loss", "global_aux_loss", "aux_loss", "none"]
 DropPolicy = Literal["probs", "position"]
 
-_HAS_EXPERTS = Setting("num_experts", ABOVE_ONE)
-_EXPERTS: dict[str, Any] = {"only_with": _HAS_EXPERTS, "in_megatron": False}
+HAS_EXPERTS = Setting("num_experts", ABOVE_ONE)
+_EXPERTS: dict[str, Any] = {"only_with": HAS_EXPERTS, "in_megatron": False}
 _ROUTER: dict[str, Any] = {"same_shapes": True, **_EXPERTS}
 
 
@@ -90,7 +94,7 @@ class ExpertOptions:
     moe_router_score_function: RouterScores = option("softmax", **_ROUTER)
     """Function of the router's logits."""
     moe_router_pre_softmax: bool = option(
-        False, **{**_ROUTER, "only_with": (_HAS_EXPERTS, Setting("moe_router_score_function", ("softmax",)))}
+        False, **{**_ROUTER, "only_with": (HAS_EXPERTS, Setting("moe_router_score_function", ("softmax",)))}
     )
     """Take the softmax over all experts (OLMoE), instead of over the selected ones (Mixtral)."""
     moe_router_num_groups: int | None = option(None, allowed=SIZE, **_ROUTER)
@@ -140,12 +144,45 @@ class ExpertOptions:
     moe_token_drop_policy: DropPolicy = option(
         "probs",
         on_resume=OnResume.SETTING,
-        **{**_EXPERTS, "only_with": (_HAS_EXPERTS, Setting("moe_expert_capacity_factor"))},
+        **{**_EXPERTS, "only_with": (HAS_EXPERTS, Setting("moe_expert_capacity_factor"))},
     )
     """Tokens that an expert keeps: those with the highest weights (probs), or the first ones (position)."""
     moe_router_force_load_balancing: bool = option(False, on_resume=OnResume.SETTING, **_EXPERTS)
     """In training, send tokens to random experts, for benchmarks: no expert has many more than others, and
     the model does not learn to route."""
+
+    conflicts: ClassVar[Conflicts] = {
+        **require_both("moe_router_num_groups", "moe_router_group_topk"),
+        Setting("moe_imbalance", other_than(1.0)): {
+            "moe_router_force_load_balancing": ", which makes tokens even: remove one"
+        },
+        "mup_base_width": {HAS_EXPERTS: ": muP has no rule for the router; remove it"},
+        "moe_beside_mlp": {
+            Setting("norm_position", other_than("sandwich")): (
+                ", which does not normalize outputs of blocks: pass --norm-position sandwich, or remove it"
+            ),
+        },
+        "moe_shared_expert_intermediate_size": {
+            "moe_beside_mlp": ", whose MLP computes all tokens: remove one",
+        },
+        "moe_shared_expert_gate": {
+            Setting("moe_shared_expert_intermediate_size", (None,)): ": pass it too, or remove the gate",
+        },
+        ("moe_shared_expert_gate", "moe_latent_size"): {
+            ("add_bias_linear", "add_mlp_bias"): (
+                ": it has no biases beside it; pass --disable-bias-linear without --add-mlp-bias"
+            ),
+        },
+        "moe_router_enable_expert_bias": {
+            Setting("moe_router_score_function", other_than("sigmoid")): (
+                ": the bias adds to scores of sigmoid; pass it, or remove the bias"
+            ),
+        },
+    }
+    bounds: ClassVar[tuple[Bound, ...]] = (
+        Bound("moe_router_topk", "num_experts"),
+        Bound("moe_router_group_topk", "moe_router_num_groups"),
+    )
 
     @property
     def has_experts(self) -> bool:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from megalite.config.option import NOT_NEGATIVE, SIZE, Range, Setting, option
+from megalite.config.model.transformer import IS_BERT
+from megalite.config.option import NOT_NEGATIVE, SIZE, Conflicts, Range, Setting, option, other_than
 
 RecurrentMixer = Literal["none", "gated_delta_net"]
 
@@ -16,6 +17,7 @@ _PATTERN = Range(
 )
 _RECURRENT: dict[str, Any] = {"only_with": Setting("recurrent_mixer", ("gated_delta_net",))}
 _DELTA_NET: dict[str, Any] = {"allowed": SIZE, **_RECURRENT}
+HAS_DELTA_NET = Setting("recurrent_mixer", other_than("none"))
 HAS_MAMBA = Setting(
     "hybrid_override_pattern",
     Range(lambda pattern: "M" in str(pattern), "with M"),
@@ -68,6 +70,18 @@ class RecurrentOptions:
     """Add a bias to the projections of Mamba-2 even with --disable-bias-linear."""
     mamba_min_time_step: float = option(0.0, **{**_MAMBA, "allowed": NOT_NEGATIVE})
     """Smallest time step of Mamba-2; transformers' Nemotron-H has 0.001."""
+
+    conflicts: ClassVar[Conflicts] = {
+        "mup_base_width": {(HAS_DELTA_NET, HAS_MAMBA): ": muP has no rule for its decays; remove it"},
+        ("linear_attention_freq", "moe_layer_freq", "no_rope_freq", "window_size", HAS_DELTA_NET): {
+            "hybrid_override_pattern": ", which names each layer: remove one",
+        },
+        ("parallel_residual", Setting("norm_position", other_than("pre"))): {
+            "hybrid_override_pattern": ", whose layers have one block with a norm before it: remove it",
+        },
+        HAS_DELTA_NET: {IS_BERT: ", whose tokens also see later ones: remove it"},
+        "hybrid_override_pattern": {IS_BERT: ", whose layers have two blocks: remove it"},
+    }
 
     @property
     def delta_net(self) -> DeltaNetSpec:

@@ -5,7 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from megalite.config.option import NONZERO_SHARE, NOT_NEGATIVE, POSITIVE, SIZE, Setting, option
+from megalite.config.option import (
+    NONZERO_SHARE,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SIZE,
+    Bound,
+    Conflicts,
+    Setting,
+    option,
+    other_than,
+    require_both,
+)
 
 RopeScaling = Literal["none", "linear", "llama3", "yarn", "proportional"]
 
@@ -99,6 +110,17 @@ class RopeOptions:
     no_rope_freq: tuple[int, ...] | None = option(None, allowed=NOT_NEGATIVE, **_ROPE)
     """Layers without rotary positions: every Nth. Or a list with 1 for each layer without them and 0 for each
     other layer."""
+
+    conflicts: ClassVar[Conflicts] = {
+        **require_both("yarn_mscale", "yarn_mscale_all_dim"),
+        Setting("rotary_percent", other_than(1.0)): {
+            "multi_latent_attention": ": pass --qk-pos-emb-head-dim instead",
+        },
+    }
+    bounds: ClassVar[tuple[Bound, ...]] = (
+        Bound("rope_low_freq_factor", "rope_high_freq_factor", ": change one of them", is_strict=True),
+        Bound("yarn_beta_slow", "yarn_beta_fast", ": change one of them"),
+    )
 
 
 @dataclass(frozen=True)

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
+from megalite.config.model.feed_forward import GATED_ACTIVATIONS
 from megalite.config.option import (
     FRACTION,
     NOT_NEGATIVE,
     OPEN_SHARE,
     POSITIVE,
     SIZE,
+    Bound,
+    Conflicts,
     OnResume,
     Setting,
     option,
+    other_than,
 )
 
 Architecture = Literal["gpt", "bert"]
@@ -32,7 +36,7 @@ NORMALIZED: Mapping[NormPosition, tuple[Literal["input", "output", "sum"], ...]]
 """What a layer normalizes around each of its blocks, by --norm-position."""
 ParamsDtype = Literal["fp32", "bf16", "fp16", "fp64"]
 
-_BERT = Setting("architecture", ("bert",))
+IS_BERT = Setting("architecture", ("bert",))
 _NUMBER: dict[str, Any] = {"allowed": POSITIVE, "same_shapes": True, "in_megatron": False}
 
 
@@ -44,12 +48,12 @@ class TransformerOptions:
     """Kind of model: gpt predicts each next token (pretrain_gpt.py), bert predicts masked tokens from both
     sides (pretrain_bert.py, which sets it)."""
     bert_binary_head: bool = option(
-        True, sets={"--bert-no-binary-head": False}, in_megatron=False, only_with=_BERT
+        True, sets={"--bert-no-binary-head": False}, in_megatron=False, only_with=IS_BERT
     )
     """BERT: each sample has two segments, and the model also learns, from the first token, to predict whether
     they are in order."""
     mask_prob: float = option(
-        0.15, allowed=OPEN_SHARE, on_resume=OnResume.DATA, in_megatron=False, only_with=_BERT
+        0.15, allowed=OPEN_SHARE, on_resume=OnResume.DATA, in_megatron=False, only_with=IS_BERT
     )
     """BERT: share of the tokens to predict. 80% of these become the mask token, 10% a random token."""
     num_layers: int = option(12, allowed=SIZE)
@@ -142,3 +146,47 @@ class TransformerOptions:
     )
     """Precision of weights and activations. With bf16 and fp16, main weights, Adam's moments and gradient
     sums are in fp32."""
+
+    conflicts: ClassVar[Conflicts] = {
+        "add_bias_linear": {
+            "multi_latent_attention": (
+                ", whose projections from latents have no biases: pass --disable-bias-linear"
+            ),
+        },
+        "mup_base_width": {
+            "multi_latent_attention": ": muP has no rule for latents; remove it",
+            IS_BERT: ", whose heads muP does not scale here: remove it",
+        },
+        Setting("position_embedding_type", ("alibi",)): {
+            IS_BERT: ", whose attention is bidirectional: remove it",
+        },
+        "mtp_num_layers": {
+            IS_BERT: ", which does not predict next tokens: remove it",
+            Setting("position_embedding_type", ("learned_absolute",)): (
+                ", whose positions are in the embedding: pass rope, alibi or none"
+            ),
+            "embed_layernorm": ": its modules normalize the embedding; remove one of them",
+        },
+        "hidden_size_per_layer_input": {
+            IS_BERT: " is not supported: remove one",
+            Setting("norm_position", other_than("sandwich")): (
+                " is not supported: pass --norm-position sandwich"
+            ),
+            Setting("activation", other_than(*GATED_ACTIVATIONS)): (
+                ": its gate has the function of a gated activation; pass a gated one, such as geglu or swiglu"
+            ),
+            ("mtp_num_layers", "mup_base_width"): " is not supported: remove one",
+        },
+        "mup_base_head_dim": {
+            "query_pre_attn_scalar": ", which also sets the scale of attention scores: remove one",
+        },
+    }
+    bounds: ClassVar[tuple[Bound, ...]] = (
+        Bound("mtp_num_layers", "seq_length", ", the tokens of a sample: change one of them", is_strict=True),
+        Bound(
+            "seq_length",
+            "max_position_embeddings",
+            ": pass --max-position-embeddings {value}, or shorter samples",
+        ),
+        Bound("vocab_size", "pad_vocab_size_to", ": pass at least {value}, or remove it"),
+    )

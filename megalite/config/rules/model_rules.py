@@ -11,8 +11,8 @@ from megalite.config.fp8 import FP8_BLOCKS
 from megalite.config.model.attention import LatentSpec
 from megalite.config.model.transformer import NUM_BERT_SPECIAL
 from megalite.config.option import flag_of, flag_with_value
+from megalite.config.rules import divisors_near, not_divisible
 from megalite.config.rules.attention_rules import groups_name, head_name
-from megalite.config.rules.sizes import divisors_near, not_divisible
 from megalite.utils.errors import Problem
 
 MIN_BERT_LENGTH = 8

@@ -9,7 +9,7 @@ from megalite.config.config import Config
 from megalite.config.model.model_config import round_up
 from megalite.config.option import flag_of, flag_with_value, format_value
 from megalite.config.parallel import ParallelConfig
-from megalite.config.rules.sizes import not_divisible
+from megalite.config.rules import not_divisible
 from megalite.config.stage_layers import (
     even_partition,
     layers_per_rank_with_ends,

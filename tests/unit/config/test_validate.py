@@ -28,7 +28,6 @@ from megalite.config.rules.attention_rules import (
     context_levels,
     exchanged_heads,
 )
-from megalite.config.rules.conflicts import conflicts
 from megalite.config.rules.parallel_rules import (
     batch,
     replicas,
@@ -37,7 +36,7 @@ from megalite.config.rules.parallel_rules import (
     shard_groups,
 )
 from megalite.config.validate import RULES as CHECKED
-from megalite.config.validate import problems_of, range_problems, unused_options
+from megalite.config.validate import conflicts, problems_of, range_problems, unused_options
 from megalite.frontends.command_line import parse
 from megalite.utils.commands import main_of
 from megalite.utils.errors import ConfigError, UserError

@@ -10,7 +10,7 @@ import pytest
 from megalite.config import Config, DataConfig, ParallelConfig
 from megalite.config.presets import PRESETS
 from megalite.config.rules.attention_rules import assigned_documents
-from megalite.config.rules.conflicts import conflicts
+from megalite.config.validate import conflicts
 
 ASSIGNED = Config(
     model=PRESETS["llama-tiny"],

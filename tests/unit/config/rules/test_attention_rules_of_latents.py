@@ -9,7 +9,7 @@ import pytest
 from megalite.config import Config, ModelConfig
 from megalite.config.presets import PRESETS
 from megalite.config.rules.attention_rules import latent_attention
-from megalite.config.rules.conflicts import conflicts
+from megalite.config.validate import conflicts
 
 LATENT = dataclasses.replace(PRESETS["llama-tiny"], multi_latent_attention=True, num_query_groups=None)
 

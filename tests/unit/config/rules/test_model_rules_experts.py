@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from megalite.config import Config, LoggingConfig, ModelConfig, ParallelConfig, TrainingConfig
-from megalite.config.rules.conflicts import conflicts
 from megalite.config.rules.model_rules import (
     audited_experts,
     expert_groups,
@@ -16,7 +15,7 @@ from megalite.config.rules.model_rules import (
     imbalance,
 )
 from megalite.config.rules.parallel_rules import tensor_parallel, world
-from megalite.config.validate import unused_options
+from megalite.config.validate import conflicts, unused_options
 from megalite.utils.errors import Problem
 
 
