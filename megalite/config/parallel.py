@@ -373,11 +373,6 @@ class ParallelConfig:
             fields["hierarchical_context_parallel_sizes"] = None
         return replace(self, **fields)
 
-    @property
-    def shards_within_node(self) -> bool:
-        """Return whether ZeRO shards over the replicas of a node, whatever their number."""
-        return self.mesh.shards_within_node
-
     def shard_degree_among(self, num_replicas: int, ranks_per_node: int) -> int:
         """Return the number of neighbouring replicas that ZeRO shards over; see `MeshOptions`."""
         return self.mesh.shard_degree_among(num_replicas, self.tp, ranks_per_node)

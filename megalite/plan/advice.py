@@ -183,7 +183,7 @@ def changes(config: Config, world_size: int) -> Iterator[Change]:
         cost = "at the cost of a reduction for each microbatch"
         yield _change(config, "zero", "--zero-stage 2", cost, zero_stage=2)
     if parallel.zero_stage > 0 and (
-        parallel.shards_within_node
+        parallel.mesh.shards_within_node
         or num_replicas > parallel.shard_degree_among(num_replicas, parallel.tp * num_replicas)
     ):
         has_number = parallel.num_distributed_optimizer_instances is not None

@@ -190,7 +190,7 @@ class RankPlan:
     @property
     def planned_config(self) -> Config:
         """Return the config with the number of replicas of a node in place of `--shard-within-node`."""
-        if not self.config.parallel.shards_within_node:
+        if not self.config.parallel.mesh.shards_within_node:
             return self.config
         degree = self.topology.replicas.shard.size
         return replace(self.config, parallel=replace(self.config.parallel, data_parallel_shard_degree=degree))

@@ -170,7 +170,7 @@ def shard_groups(config: Config, world_size: int | None) -> Iterator[Problem]:
                 "remove it",
             )
         return
-    if config.dry_run.dry_run and parallel.shards_within_node:
+    if config.dry_run.dry_run and parallel.mesh.shards_within_node:
         yield Problem(
             (_DEGREE, "dry_run"),
             f"{requested} (--shard-within-node) with --dry-run, which has no nodes: pass "
