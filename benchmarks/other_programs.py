@@ -171,7 +171,7 @@ class OtherRun(PlannedRun):
 
     @cached_property
     def units(self) -> ModelUnits:
-        own, model = units_of(self.units_key._replace(cp=1)), self.config.model
+        own, model = units_of(self.units_key._replace(exchanges=())), self.config.model
         key = self.units_key.any_unit
         return _adapted(own, key, self.cp, self.program, drops_weights=model.attention_dropout > 0.0)
 

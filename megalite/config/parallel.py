@@ -316,6 +316,15 @@ class ParallelConfig:
         return neighbours, self.cp if properties.passes_keys else 1
 
     @property
+    def key_exchanges(self) -> tuple[KeyExchange, ...]:
+        """Return how queries reach other ranks' keys, in all layers or in each; empty if there are none."""
+        num_ranks = self.mesh.num_position_slices
+        return tuple(
+            KeyExchange(num_ranks, *self.cp_levels(name), CP_COMM_PROPERTIES[name].gathers_keys)
+            for name in (self.cp_comm_types if num_ranks > 1 else ())
+        )
+
+    @property
     def planned_imbalance(self) -> float:
         """Return `moe_imbalance`, or 1 if each rank has a part of every expert."""
         return self.moe_imbalance if self.ep > 1 else 1.0
@@ -432,6 +441,21 @@ def num_neighbours(cp: int, most: int) -> int:
 CpCommType = Literal["all_gather", "a2a", "p2p", "a2a+p2p"]
 CpCommTypes = CpCommType | tuple[CpCommType, ...]
 """One communication type for all layers, or one for each layer."""
+
+
+class KeyExchange(NamedTuple):
+    """Sizes of the exchange by which queries reach the keys of other ranks' positions, in a layer.
+
+    Attributes:
+        num_neighbours: neighbouring ranks, of the `num_ranks` that hold a sample, that exchange heads.
+        ring_size: groups of these, which pass keys in a ring.
+        gathers_keys: each rank gathers all keys instead.
+    """
+
+    num_ranks: int
+    num_neighbours: int
+    ring_size: int
+    gathers_keys: bool
 
 
 class CpCommProperties(NamedTuple):

@@ -78,7 +78,7 @@ def layer_kinds(key: UnitKey) -> tuple[int, ...]:
 
 def _axes(key: UnitKey) -> tuple[dict[str, int], tuple[MeshSpec, ...]]:
     """Return the sizes of the axes of a key, and their meshes."""
-    sizes = {"tp": key.tp, "cp": key.cp}
+    sizes = {"tp": key.tp, "cp": key.num_exchanging}
     if key.etp is None:
         return sizes, (MODEL,)
     return {**sizes, "ep": key.ep, "etp": key.etp}, (MODEL, EXPERTS)
@@ -176,7 +176,7 @@ def microbatch_of(key: UnitKey) -> Microbatch:
 
     b, s = key.micro_batch_size, key.positions
     if key.model.architecture != "bert":
-        ids = numbers(b, s * key.cp) if key.has_documents else None
+        ids = numbers(b, s * key.num_exchanging) if key.has_documents else None
         plain = Microbatch(numbers(b, s), numbers(b, s), numbers(b))
         # Documents are those of whole samples, and later tokens are this rank's.
         return replace(plain.with_later_tokens(key.model.mtp_num_layers), document_ids=ids)

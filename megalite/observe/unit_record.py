@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from megalite.config import ModelConfig
 from megalite.config.fp8 import Fp8Options
-from megalite.config.parallel import CpCommType
+from megalite.config.parallel import KeyExchange
 from megalite.config.recompute import Module
 from megalite.distributed.axes import MODEL
 
@@ -28,7 +28,7 @@ class UnitKey:
         unit: EMBEDDING, HEAD or the number of a layer.
         tp: tensor-parallel size.
         positions: positions of a sample on a rank.
-        cp: number of ranks that hold the positions of a sample, if the unit exchanges tokens for heads with
+        num_exchanging: ranks that hold the positions of a sample, if the unit exchanges tokens for heads with
             them, as recurrent layers do; otherwise 1.
         has_documents: attention stays within documents.
         splits_backward: weight gradients are computed after the rest of backward.
@@ -60,7 +60,7 @@ class UnitKey:
     moe_imbalance: float = 1.0
     moe_token_dispatcher_type: str = "alltoall"
     mlp_chunks: int = 1
-    cp: int = 1
+    num_exchanging: int = 1
     triton_recurrence: bool = False
     fp8: Fp8Options | None = None
     provider: Callable[..., Any] | None = None
@@ -145,7 +145,7 @@ class AttentionCall(NamedTuple):
         dropout: the kernel drops attention weights.
         is_backward: the call computes gradients.
         window: largest number of keys before its own that a query sees; None without this limit.
-        cp_comm_type: how queries reach the keys of other context-parallel ranks; None if one rank has all.
+        exchange: how queries reach the keys of other ranks' positions; None if one rank has all.
     """
 
     kernel: str
@@ -159,7 +159,7 @@ class AttentionCall(NamedTuple):
     dropout: bool
     is_backward: bool
     window: int | None = None
-    cp_comm_type: CpCommType | None = None
+    exchange: KeyExchange | None = None
 
     @property
     def scores(self) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 
-from megalite.config.parallel import CP_COMM_PROPERTIES
 from megalite.hardware.gpus import Gpu
 from megalite.observe.unit_record import AttentionCall, CastCall, RecurrenceCall
 from megalite.plan.planned_run import FusedKernel, PlannedRun
@@ -124,10 +123,10 @@ A100 has 1.4 GHz."""
 
 def attention_seconds(run: PlannedRun, call: AttentionCall) -> float:
     """Return the seconds of a call of core attention."""
-    kernels, comm_type = run.kernels, call.cp_comm_type
+    kernels = run.kernels
     if kernels.attention == "unfused":
         return _unfused_attention(run, call)
-    in_blocks = comm_type is not None and CP_COMM_PROPERTIES[comm_type].is_zigzag
+    in_blocks = call.exchange is not None and (call.exchange.gathers_keys or call.exchange.ring_size > 1)
     kernel = kernels.attention_in_blocks if in_blocks else kernels.attention
     if kernels.has_triton and call.kernel == "triton":
         kernel = "triton"

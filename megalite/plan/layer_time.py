@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from operator import add
 from typing import NamedTuple
 
-from megalite.config.parallel import CP_COMM_PROPERTIES
 from megalite.config.stage_layers import hides_expert_messages
 from megalite.distributed.axes import EXPERTS
 from megalite.observe.unit_record import (
@@ -275,13 +274,14 @@ def attention_messages(run: PlannedRun, call: AttentionCall, attention_seconds: 
     Args:
         attention_seconds: seconds of the computation.
     """
-    if call.cp_comm_type is None:
+    exchange = call.exchange
+    if exchange is None:
         return 0.0
     element = run.element_bytes
     token_bytes = call.kv_heads * (call.size + call.value_size) * element  # keys and values
-    if CP_COMM_PROPERTIES[call.cp_comm_type].gathers_keys:
-        return Group(run.cluster, run.cp, run.tp).gather_seconds(token_bytes * call.keys)
-    num_neighbours, ring_size = run.config.parallel.cp_levels(call.cp_comm_type)
+    num_ranks, num_neighbours, ring_size, gathers_keys = exchange
+    if gathers_keys:
+        return Group(run.cluster, num_ranks, run.tp).gather_seconds(token_bytes * call.keys)
     neighbours = Group(run.cluster, num_neighbours, run.tp)
     seconds = neighbours.all_to_all_seconds((call.heads * call.size * element + token_bytes) * call.queries)
     seconds += neighbours.all_to_all_seconds(call.heads * call.value_size * call.queries * element)

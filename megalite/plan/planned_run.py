@@ -356,9 +356,7 @@ class PlannedRun:
             fp8=config.training.fp8_options,
             provider=self.provider,
         )
-        parallel = config.parallel
-        levels = tuple((each, parallel.cp_levels(each)) for each in parallel.properties_by_comm_type)
-        return UnitsKey(key, self.cp, parallel.cp_comm_type, levels)
+        return UnitsKey(key, config.parallel.key_exchanges)
 
     @property
     def _expert_axes(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 from megalite.config import ModelConfig
 from megalite.config.fp8 import Fp8Options
 from megalite.config.model.model_config import padded_vocab_size
-from megalite.config.parallel import CpCommType, CpCommTypes, comm_type_of_layer
+from megalite.config.parallel import KeyExchange
 from megalite.observe.records import kinds_of_layers, unit_record
 from megalite.observe.unit_record import EMBEDDING, HEAD, AttentionCall, UnitKey, UnitRecord, WeightRecord
 
@@ -26,15 +26,16 @@ class UnitsKey(NamedTuple):
     Attributes:
         any_unit: key of the units' records; its `unit` has no meaning, and its settings of recomputation are
             those of the run.
-        cp: context-parallel size: a rank's queries attend to the keys of all ranks.
-        cp_comm_type: how queries reach the keys of other context-parallel ranks, in all layers or in each.
-        cp_levels: by communication type, how many ranks exchange heads, and how many groups form a ring.
+        exchanges: how queries reach the keys of other ranks' positions, in all layers or in each; empty if
+            a rank holds all positions.
     """
 
     any_unit: UnitKey
-    cp: int = 1
-    cp_comm_type: CpCommTypes = "all_gather"
-    cp_levels: tuple[tuple[CpCommType, tuple[int, int]], ...] = ()
+    exchanges: tuple[KeyExchange, ...] = ()
+
+    def exchange_of(self, layer: int) -> KeyExchange | None:
+        """Return how a layer's queries reach other ranks' keys; modules after the last one are like it."""
+        return self.exchanges[min(layer, len(self.exchanges) - 1)] if self.exchanges else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,7 +185,7 @@ def units_of(key: UnitsKey) -> ModelUnits:
     )
     head = replace(edge, unit=HEAD)
     if whole.model.mtp_num_layers:
-        head = replace(whole, unit=HEAD, cp=_exchanging_ranks(key, whole.model.num_layers))
+        head = replace(whole, unit=HEAD, num_exchanging=_num_exchanging(key, whole.model.num_layers))
     one = replace(edge, unit=0, tp=1, micro_batch_size=1, sequence_parallel=False, splits_backward=False)
     any_padding = replace(one.model, pad_vocab_size_to=None)  # any number of ranks accepts it
     recorded = kinds_of_layers(replace(one, model=any_padding, cross_entropy_chunks=1))
@@ -198,7 +199,10 @@ def units_of(key: UnitsKey) -> ModelUnits:
             kind: _with_all_keys(
                 unit_record(
                     replace(
-                        layer, unit=recorded[kind], cp=_exchanging_ranks(key, kind), fp8=_fp8_of(whole, kind)
+                        layer,
+                        unit=recorded[kind],
+                        num_exchanging=_num_exchanging(key, kind),
+                        fp8=_fp8_of(whole, kind),
                     )
                 ),
                 key,
@@ -210,20 +214,16 @@ def units_of(key: UnitsKey) -> ModelUnits:
 
 
 def _kinds_by_options(kinds: Sequence[int], key: UnitsKey) -> tuple[int, ...]:
-    """Return the kinds of layers, which also differ by their communication type and by 8-bit GEMMs."""
+    """Return the kinds of layers, which also differ by their exchange of keys and by 8-bit GEMMs."""
     whole = key.any_unit
-    if key.cp == 1 and whole.fp8 is None:
+    if not key.exchanges and whole.fp8 is None:
         return tuple(kinds)
-    first: dict[tuple[int, CpCommType | None, Fp8Options | None], int] = {}
-
-    def comm_type_of(number: int) -> CpCommType | None:
-        has_keys = key.cp > 1 and whole.model.layer_spec(number).attention is not None
-        return comm_type_of_layer(key.cp_comm_type, number) if has_keys else None
-
-    return tuple(
-        first.setdefault((kind, comm_type_of(number), _fp8_of(whole, number)), number)
-        for number, kind in enumerate(kinds)
-    )
+    first: dict[tuple[int, KeyExchange | None, Fp8Options | None], int] = {}
+    found = []
+    for number, kind in enumerate(kinds):
+        exchange = None if whole.model.layer_spec(number).attention is None else key.exchange_of(number)
+        found.append(first.setdefault((kind, exchange, _fp8_of(whole, number)), number))
+    return tuple(found)
 
 
 def _fp8_of(key: UnitKey, layer: int) -> Fp8Options | None:
@@ -233,17 +233,19 @@ def _fp8_of(key: UnitKey, layer: int) -> Fp8Options | None:
     return replace(key.fp8, first_last_layers_bf16=False)
 
 
-def _exchanging_ranks(key: UnitsKey, layer: int) -> int:
-    """Return `UnitKey.cp` of a layer."""
-    return key.cp if key.any_unit.model.layer_spec(layer).recurrence is not None else 1
+def _num_exchanging(key: UnitsKey, layer: int) -> int:
+    """Return `UnitKey.num_exchanging` of a layer."""
+    exchange = key.exchange_of(layer)
+    is_recurrent = key.any_unit.model.layer_spec(layer).recurrence is not None
+    return exchange.num_ranks if exchange is not None and is_recurrent else 1
 
 
 def _with_all_keys(layer: UnitRecord, key: UnitsKey, number: int) -> UnitRecord:
-    """Return the record of layer `number` whose queries attend to the keys of all context-parallel ranks."""
-    if key.cp == 1 or not layer.forward.attention:
+    """Return the record of layer `number` whose queries attend to the keys of all ranks' positions."""
+    exchange = key.exchange_of(number)
+    if exchange is None or not layer.forward.attention:
         return layer
-    comm_type = comm_type_of_layer(key.cp_comm_type, number)
-    neighbours, ring = dict(key.cp_levels)[comm_type]
+    num_ranks, neighbours, ring, _ = exchange
 
     def exchanged(call: AttentionCall) -> AttentionCall:
         """Return a call with the tokens of all ranks that exchange heads, and a part of the heads."""
@@ -256,7 +258,7 @@ def _with_all_keys(layer: UnitRecord, key: UnitsKey, number: int) -> UnitRecord:
         )
 
     def extended(call: AttentionCall) -> AttentionCall:
-        return exchanged(call)._replace(keys=call.keys * key.cp, cp_comm_type=comm_type)
+        return exchanged(call)._replace(keys=call.keys * num_ranks, exchange=exchange)
 
     forward, backward = (
         replace(phase, attention=tuple(map(extended, phase.attention)))

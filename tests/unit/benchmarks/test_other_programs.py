@@ -174,7 +174,7 @@ def test_a_rank_of_a_part_of_an_expert_gets_all_rows(layout: str, is_shorter: bo
 def test_context_parallel_messages_are_hidden() -> None:
     run = run_of(OtherProgram(kernels=Kernels("cudnn")), context_parallel_size=8)
     (call,) = run.units.layers[0].forward.attention
-    assert (call.queries, call.keys, call.cp_comm_type) == (128, 1024, None)
+    assert (call.queries, call.keys, call.exchange) == (128, 1024, None)
     assert time_iteration(run).work.cp == 0.0 < time_iteration(PlannedRun(run.config, CLUSTER)).work.cp
     alone = run_of(run.program)
     (whole,) = alone.units.layers[0].forward.attention

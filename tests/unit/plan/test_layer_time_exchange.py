@@ -163,7 +163,7 @@ def test_each_layer_is_planned_by_its_comm_type() -> None:
             assert run.units.layers[kinds[number]] == alone.units.layers[0]
             assert work.layers[kinds[number]] == model_work(alone).layers[0]
         (call,) = alone.units.layers[0].forward.attention
-        assert call.cp_comm_type == comm_type
+        assert call.exchange == alone.config.parallel.key_exchanges[0]
     assert len({saved.saved_bytes for saved in run.units.layers.values()}) == 3
     assert "+" not in layout_name(run)
     assert "--cp-comm-type p2p a2a all_gather a2a" in " ".join(layout_flags(run.config))
