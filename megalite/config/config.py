@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from megalite.config.checkpoint import CheckpointConfig
 from megalite.config.data import DataConfig
@@ -188,6 +188,53 @@ LAYOUT_OPTIONS = frozenset(
     }
 )
 """All options that describe a layout. If one of them is set, the program chooses none by default."""
+
+
+class LayoutSwitch(NamedTuple):
+    """What follows a plus sign in the name of a layout.
+
+    Attributes:
+        options: what it sets.
+        axes: axes of which one must have several ranks for it to have an effect; empty if none need to.
+    """
+
+    meaning: str
+    options: Mapping[str, Any]
+    axes: tuple[str, ...] = ()
+
+    @property
+    def option(self) -> str:
+        """Return the option that no other switch of the same layout may set."""
+        return next(iter(self.options))
+
+    def has_effect(self, sizes: Mapping[str, int | None]) -> bool:
+        """Return whether it has an effect with axes of these sizes; 1 is the default."""
+        return not self.axes or any((sizes.get(axis) or 1) > 1 for axis in self.axes)
+
+
+LAYOUT_SWITCHES = {
+    "sp": LayoutSwitch("sequence parallelism", {"sequence_parallel": True}, ("tp",)),
+    **{f"zero{stage}": LayoutSwitch("ZeRO stage", {"zero_stage": stage}) for stage in (1, 2, 3)},
+    "kept": LayoutSwitch("gathered weights are kept", {"fsdp_reshard_after_forward": "never"}),
+    "gather": LayoutSwitch("gathers overlap with forward", {"overlap_param_gather": True}),
+    "overlap": LayoutSwitch(
+        "tp messages overlap with GEMMs",
+        {"tp_comm_overlap": True, "tp_comm_overlap_chunks": 3},  # which does not divide usual sizes
+        ("tp",),
+    ),
+    "full": LayoutSwitch("whole layers are recomputed", {"recompute_granularity": "full"}),
+    "selective": LayoutSwitch("some modules are recomputed", {"recompute_granularity": "selective"}),
+    "uneven": LayoutSwitch("uneven stages", {"decoder_first_pipeline_num_layers": 1}),
+    "offload": LayoutSwitch("offloading to host memory", {"cpu_offload_activations": 1}),
+    "a2a": LayoutSwitch("cp by all-to-all", {"cp_comm_type": "a2a"}, ("cp",)),
+    "p2p": LayoutSwitch("cp by a ring", {"cp_comm_type": "p2p"}, ("cp",)),
+    "a2a+p2p": LayoutSwitch("cp by both", {"cp_comm_type": "a2a+p2p"}, ("cp",)),
+    "dynamic": LayoutSwitch("documents assigned to cp ranks", {"dynamic_context_parallel": True}, ("cp",)),
+    "allgather": LayoutSwitch(
+        "experts' tokens by all-gather", {"moe_token_dispatcher_type": "allgather"}, ("ep", "etp")
+    ),
+}
+"""What follows plus signs in names of layouts, in their order."""
 
 
 def layout_source(config: Config, set_fields: Collection[str]) -> Literal["auto", "manual"]:

@@ -8,22 +8,17 @@ from collections.abc import Iterable
 from typing import Any
 
 from megalite.config import Config
-from megalite.config.config import LAYOUT_FIELDS, SPLITS
+from megalite.config.config import LAYOUT_FIELDS, LAYOUT_SWITCHES, SPLITS
 from megalite.config.fields import fields_by_name, value_of, with_fields
 from megalite.config.option import flag_tokens
 from megalite.config.stage_layers import even_partition, num_stages
+from megalite.distributed.axes import EXPERTS, MODEL
 from megalite.pipeline.schedules import SCHEDULES
 from megalite.plan.planned_run import PlannedRun
 
 MIN_SLICE = 8192
 """Fewest tokens of a sample on each context-parallel rank, for which its GEMMs are large."""
-_SHORT = {
-    "tensor_model_parallel_size": "--tp",
-    "pipeline_model_parallel_size": "--pp",
-    "context_parallel_size": "--cp",
-    "expert_model_parallel_size": "--ep",
-    "expert_tensor_parallel_size": "--etp",
-}
+_SHORT = {axis.field: axis.flag for mesh in (MODEL, EXPERTS) for axis in mesh.axes}
 _ALWAYS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "micro_batch_size")
 """Fields whose flags name a layout even if they have their defaults."""
 
@@ -75,37 +70,20 @@ def routing_line(config: Config) -> str | None:
 
 
 NAME_SIZES = {
-    "tp": "tensor-parallel ranks",
+    **{axis.name: f"{axis.meaning} ranks" for axis in MODEL.by_flag},
     "pp": "pipeline stages",
+    "dp": "replicas",
     "v": "chunks per stage (interleaved)",
     "gpipe": "GPipe",
     "zb": "zero bubble",
     "zbv": "zero bubble in V shape",
     "dpv": "DualPipeV",
-    "dp": "replicas",
-    "cp": "context-parallel ranks",
     "ep": "expert-parallel ranks",
     "etp": "tensor-parallel ranks of experts",
     "shard": "ranks that ZeRO shards over",
     "mbs": "samples per microbatch",
 }
 """Meanings of the parts of a layout's name, in their order: sizes, and schedules after pp."""
-NAME_SWITCHES = {
-    "sp": "sequence parallelism",
-    "zero": "ZeRO stage",
-    "kept": "gathered weights are kept",
-    "gather": "gathers overlap with forward",
-    "overlap": "tp messages overlap with GEMMs",
-    "full": "whole layers are recomputed",
-    "selective": "some modules are recomputed",
-    "uneven": "uneven stages",
-    "offload": "offloading to host memory",
-    "a2a": "cp by all-to-all",
-    "p2p": "cp by a ring",
-    "dynamic": "documents assigned to cp ranks",
-    "allgather": "experts' tokens by all-gather",
-}
-"""Meanings of what follows a plus sign."""
 _NAME_PART = re.compile("|".join(sorted(NAME_SIZES, key=len, reverse=True)))
 
 
@@ -115,16 +93,17 @@ def legend_lines(names: Iterable[str]) -> list[str]:
     for name in names:
         size, *switched = name.split("+")
         sizes.update(_NAME_PART.findall(size))
-        switches.update(switch.rstrip("0123456789") if "zero" in switch else switch for switch in switched)
+        switches.update(switched)
     parts = [f"{part} {meaning}" for part, meaning in NAME_SIZES.items() if part in sizes]
-    parts += [f"+{part} {meaning}" for part, meaning in NAME_SWITCHES.items() if part in switches]
+    used = (item for item in LAYOUT_SWITCHES.items() if item[0] in switches)
+    parts += dict.fromkeys(f"+{name.rstrip('123')} {switch.meaning}" for name, switch in used)
     return textwrap.wrap(f"layout: {', '.join(parts)}", 80, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def layout_name(run: PlannedRun) -> str:
     """Return the layout as --verify-layouts names it, such as ``tp2pp4zbdp8mbs1+zero1``.
 
-    The name does not contain a list of --cp-comm-type: a layout without one in its name keeps the config's.
+    The name contains no list of values, such as communication types: a layout without one keeps the config's.
     """
     parallel, recompute = run.config.parallel, run.config.recompute
     suffix = SCHEDULES[parallel.schedule].layout_suffix
@@ -135,18 +114,14 @@ def layout_name(run: PlannedRun) -> str:
     sizes = "".join(f"{axis}{size}{suffixes.get(axis, '')}" for axis, size in run.sizes.items())
     if parallel.has_expert_axes:
         sizes += f"ep{parallel.ep}etp{parallel.etp}"
-    comm_type = parallel.cp_comm_types[0]
-    switches = {
-        "sp": parallel.sequence_parallel,
-        comm_type: run.cp > 1 and comm_type != "all_gather" and isinstance(parallel.cp_comm_type, str),
-        "dynamic": parallel.mesh.assigns_documents,
-        "allgather": parallel.has_expert_axes and parallel.moe_token_dispatcher_type == "allgather",
-        f"zero{parallel.zero_stage}": parallel.zero_stage > 0,
-        str(recompute.recompute_granularity): recompute.recompute_granularity is not None,
-        "offload": recompute.cpu_offload_activations or run.config.optimizer.offloads_optimizer,
-    }
-    named = "".join(f"+{switch}" for switch, is_on in switches.items() if is_on)
-    return f"{sizes}{shard}mbs{run.config.training.micro_batch_size}{named}"
+    offloads = recompute.cpu_offload_activations or run.config.optimizer.offloads_optimizer
+    values = {**run.config.values(), "cpu_offload_activations": int(bool(offloads))}
+    switches = (
+        name
+        for name, switch in LAYOUT_SWITCHES.items()
+        if switch.has_effect(parallel.mesh.sizes) and switch.options.items() <= values.items()
+    )
+    return "+".join((f"{sizes}{shard}mbs{run.config.training.micro_batch_size}", *switches))
 
 
 def layout_flags(config: Config) -> list[str]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from megalite.config import Config, check_config
+from megalite.config.config import LAYOUT_SWITCHES
 from megalite.config.fields import with_fields
 from megalite.config.stage_layers import num_stages
 from megalite.distributed.axes import EXPERTS, MODEL
@@ -27,32 +28,6 @@ _NAMES = [
     *(axis.name for axis in EXPERTS.axes if axis.name in ("ep", "etp")),
 ]
 _SIZE = re.compile(rf"({'|'.join(_NAMES)}|shard|mbs|v)([1-9][0-9]*)|({'|'.join(_SUFFIXES)})")
-_SWITCHES: dict[str, dict[str, Any]] = {
-    "sp": {"sequence_parallel": True},
-    "zero1": {"zero_stage": 1},
-    "zero2": {"zero_stage": 2},
-    "zero3": {"zero_stage": 3},
-    "kept": {"fsdp_reshard_after_forward": "never"},
-    "gather": {"overlap_param_gather": True},
-    # The number of parts does not divide usual sizes.
-    "overlap": {"tp_comm_overlap": True, "tp_comm_overlap_chunks": 3},
-    "full": {"recompute_granularity": "full"},
-    "selective": {"recompute_granularity": "selective"},
-    "uneven": {"decoder_first_pipeline_num_layers": 1},
-    "offload": {"cpu_offload_activations": 1},
-    "a2a": {"cp_comm_type": "a2a"},
-    "p2p": {"cp_comm_type": "p2p"},
-    "a2a+p2p": {"cp_comm_type": "a2a+p2p"},
-    "dynamic": {"dynamic_context_parallel": True},
-    "allgather": {"moe_token_dispatcher_type": "allgather"},
-}
-"""Names after a plus sign, each with the options that it sets."""
-_NEEDED_AXES = {
-    **dict.fromkeys(("sp", "overlap"), ("tp",)),
-    **dict.fromkeys(("a2a", "p2p", "a2a+p2p", "dynamic"), ("cp",)),
-    "allgather": ("ep", "etp"),
-}
-"""Axes of which one must have several ranks for these switches to have an effect."""
 _SWITCH = re.compile(r"\+(a2a\+p2p|[^+]*)")
 
 DEFAULT = (
@@ -173,7 +148,7 @@ def _refuse_repeats(name: str, parts: Sequence[tuple[str, str, str]], switches: 
     """
     first: dict[str, str] = {}
     named = [(axis if axis not in ("", "v") else "schedule", "".join((axis, *rest))) for axis, *rest in parts]
-    for option, text in (*named, *((next(iter(_SWITCHES[switch])), f"+{switch}") for switch in switches)):
+    for option, text in (*named, *((LAYOUT_SWITCHES[each].option, f"+{each}") for each in switches)):
         if option in first:
             raise UserError(
                 f"layout {name!r} has both {first[option]} and {text}, which set the same option: remove one"
@@ -188,9 +163,8 @@ def _refuse_without_effect(
     if schedule is not None and sizes.get("pp", 1) == 1:
         raise UserError(f"layout {name!r} has the schedule {schedule} and no pipeline: write pp2{schedule}")
     for switch in switches:
-        axes = _NEEDED_AXES.get(switch)
-        if axes and all(sizes.get(axis, 1) == 1 for axis in axes):
-            needed = " or ".join(f"{axis}2" for axis in axes)
+        if not LAYOUT_SWITCHES[switch].has_effect(sizes):
+            needed = " or ".join(f"{axis}2" for axis in LAYOUT_SWITCHES[switch].axes)
             raise UserError(f"layout {name!r} has +{switch} without effect: write {needed} too")
 
 
@@ -207,9 +181,9 @@ class Layout:
         mbs: micro-batch size.
         v: chunks per rank of an interleaved pipeline.
         schedule: zb for ZB-H1, zbv for ZB-V, dpv for DualPipeV, or gpipe.
-        switches: names after plus signs, in the order of `_SWITCHES`. With offload, the activations of at
-            least the first layer of each stage are in host memory, and so is the state of AdamW, unless the
-            config keeps it in a file.
+        switches: names after plus signs, in the order of `LAYOUT_SWITCHES`. With offload, the activations of
+            at least the first layer of each stage are in host memory, and so is the state of AdamW, unless
+            the config keeps it in a file.
     """
 
     sizes: Mapping[str, int] = field(default_factory=dict, hash=False)
@@ -229,10 +203,10 @@ class Layout:
         sizes, switches = name.partition("+")[0], _SWITCH.findall(name)
         parts = _SIZE.findall(sizes)
         is_made_of_parts = parts and "".join(map("".join, parts)) == sizes
-        if not is_made_of_parts or not set(switches) <= _SWITCHES.keys():
+        if not is_made_of_parts or not set(switches) <= LAYOUT_SWITCHES.keys():
             raise UserError(
                 f"layout {name!r} must consist of {', '.join(_NAMES)}, shard, v and mbs with a size, "
-                f"{' or '.join(_SUFFIXES)}, and optionally +{' or +'.join(_SWITCHES)}: "
+                f"{' or '.join(_SUFFIXES)}, and optionally +{' or +'.join(LAYOUT_SWITCHES)}: "
                 "write tp2pp2, dp4, tp2mbs4, tp2+sp"
             )
         _refuse_repeats(name, parts, switches)
@@ -241,7 +215,7 @@ class Layout:
         axis_sizes = {axis: size for axis, size in named_sizes.items() if size > 1 or axis == "etp"}
         schedule = next((schedule for _, _, schedule in parts if schedule), None)
         _refuse_without_effect(name, axis_sizes, schedule, switches)
-        in_order = tuple(switch for switch in _SWITCHES if switch in switches)
+        in_order = tuple(switch for switch in LAYOUT_SWITCHES if switch in switches)
         return Layout(axis_sizes, **named, schedule=schedule, switches=in_order)
 
     def __str__(self) -> str:
@@ -258,7 +232,7 @@ class Layout:
     def parts(self) -> dict[str, Any]:
         """Return what it sets: sizes, numbers, the schedule, and switches by their first option."""
         fields = {name: getattr(self, name) for name in ("shard", "mbs", "v", "schedule")}
-        switches = {next(iter(_SWITCHES[switch])): switch for switch in self.switches}
+        switches = {LAYOUT_SWITCHES[switch].option: switch for switch in self.switches}
         return {**self.sizes, **{name: each for name, each in fields.items() if each is not None}} | switches
 
     def size(self, axis: str) -> int:
@@ -284,7 +258,9 @@ class Layout:
             is_router = config.model.depends_on_micro_batch
             flag = "--moe-router-load-balancing-type aux_loss" if is_router else "--fp8-recipe tensorwise"
             raise ConfigError([f"another micro-batch size trains another run with {flag}"])
-        options = {name: value for switch in self.switches for name, value in _SWITCHES[switch].items()}
+        options: dict[str, Any] = {}
+        for switch in self.switches:
+            options |= LAYOUT_SWITCHES[switch].options
         if "offload" in self.switches:
             options["cpu_offload_activations"] = max(1, config.recompute.cpu_offload_activations)
             if config.optimizer.optimizer == "adam" and config.optimizer.optimizer_nvme_offload is None:

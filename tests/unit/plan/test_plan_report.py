@@ -17,6 +17,7 @@ from typing import get_args
 import pytest
 
 from megalite.cli.plan import plan as main
+from megalite.config.config import LAYOUT_SWITCHES
 from megalite.config.recompute import Module
 from megalite.config.stage_layers import num_stages
 from megalite.frontends.command_line import parse
@@ -25,7 +26,7 @@ from megalite.plan.plan_report import answer
 from megalite.plan.plan_request import read_request
 from megalite.utils.errors import UserError
 from megalite.utils.log import ProgressLine
-from megalite.verify.layouts import _SIZE, _SWITCHES, DEFAULT, TABLE, Layout
+from megalite.verify.layouts import _SIZE, DEFAULT, TABLE, Layout
 
 CONTRACT = {
     "parameters",
@@ -467,7 +468,7 @@ def test_a_preset_whose_longest_context_is_taken_says_so() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [*TABLE, *(row[0] for row in DEFAULT), *(f"cp2+{each}" for each in _SWITCHES)]
+    "name", [*TABLE, *(row[0] for row in DEFAULT), *(f"cp2+{each}" for each in LAYOUT_SWITCHES)]
 )
 def test_the_legend_explains_every_part_of_a_name(name: str) -> None:
     size, *switches = name.split("+")
