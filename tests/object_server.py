@@ -1,15 +1,26 @@
-"""A server of objects on this machine, which speaks as much of S3 as readers need, and fails on request."""
+"""A server of objects on this machine, which speaks as much of S3 as megalite needs, and fails on request."""
 
 from __future__ import annotations
 
+import hashlib
+import os
+import re
+import tempfile
 import threading
 import time
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import NamedTuple
-from urllib.parse import parse_qs
+from urllib.parse import parse_qs, unquote
+from xml.sax.saxutils import escape, unescape
+
+import pytest
+
+_PAGE = 100
+"""Objects of a page of a listing."""
 
 
 class ServedRequest(NamedTuple):
@@ -25,19 +36,28 @@ class ObjectServer(ThreadingHTTPServer):
     """Objects by "bucket/key".
 
     Attributes:
-        requests: those that were answered, in order.
+        requests: those that read an object and were answered, in order.
+        writes: methods and names of the requests that change objects, in the order in which they arrived.
         flips: number of next GETs of ranges whose first byte is wrong.
+        whole_flips: number of next GETs of whole objects of 1,000 bytes or more whose last byte is wrong.
         refusals: number of next GETs that are refused with 503.
         cuts: number of next GETs that end in the middle.
         delay: seconds before each answer.
+        write_delay: seconds before each answer to a request that changes objects of 1,000 bytes or more.
+        ignores_conditions: whether writes happen whatever is there, as in some stores.
+        is_read_only: whether writes are forbidden.
     """
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.objects: dict[str, bytes] = {}
+        self.written: dict[str, int] = {}  # time of each write, in seconds of a clock that counts writes
+        self.parts: dict[str, dict[int, bytes]] = {}  # of multipart uploads, by id and number
         self.requests: list[ServedRequest] = []
-        self.flips = self.refusals = self.cuts = 0
-        self.delay = 0.0
+        self.writes: list[tuple[str, str]] = []
+        self.flips = self.whole_flips = self.refusals = self.cuts = 0
+        self.delay = self.write_delay = 0.0
+        self.ignores_conditions = self.is_read_only = False
         self.lock = threading.Lock()
 
     @property
@@ -62,16 +82,83 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self._answer(with_body=True)
 
+    def do_PUT(self) -> None:
+        name, query, body = self._begin_write()
+        if body is None:
+            return
+        if "partNumber" in query:
+            self.server.parts[query["uploadId"][0]][int(query["partNumber"][0])] = body
+            return self._send(200, b"", True, {"ETag": _tag(body)})
+        with self.server.lock:
+            old = self.server.objects.get(name)
+            refused = not self.server.ignores_conditions and (
+                (self.headers.get("If-None-Match") == "*" and old is not None)
+                or (self.headers.get("If-Match") not in (None, None if old is None else _tag(old)))
+            )
+            if not refused:
+                self._store(name, body)
+        if refused:
+            return self._send(412, b"<Error><Code>PreconditionFailed</Code></Error>", True)
+        self._send(200, b"", True, {"ETag": _tag(body)})
+
+    def do_POST(self) -> None:
+        name, query, body = self._begin_write()
+        if body is None:
+            return
+        if "delete" in query:
+            keys = [unescape(key) for key in re.findall(r"<Key>(.*?)</Key>", body.decode())]
+            with self.server.lock:
+                for key in keys:
+                    self.server.objects.pop(f"{name.rstrip('/')}/{key}", None)
+            found = "".join(f"<Deleted><Key>{escape(key)}</Key></Deleted>" for key in keys)
+            return self._send_xml("DeleteResult", found)
+        if "uploads" in query:
+            upload = f"upload-{len(self.server.parts)}"
+            self.server.parts[upload] = {}
+            return self._send_xml("InitiateMultipartUploadResult", f"<UploadId>{upload}</UploadId>")
+        parts = self.server.parts.pop(query["uploadId"][0])
+        whole = b"".join(parts[number] for number in sorted(parts))
+        with self.server.lock:
+            self._store(name, whole)
+        self._send_xml("CompleteMultipartUploadResult", f"<ETag>{escape(_tag(whole))}</ETag>")
+
+    def do_DELETE(self) -> None:
+        name, query, body = self._begin_write()
+        if body is None:
+            return
+        with self.server.lock:
+            self.server.parts.pop(query.get("uploadId", [""])[0], None)
+            if "uploadId" not in query:
+                self.server.objects.pop(name, None)
+        self._send(204, b"", True)
+
+    def _begin_write(self) -> tuple[str, dict[str, list[str]], bytes | None]:
+        """Return name, query and body of a request; no body if it has been answered."""
+        path, _, query = self.path.partition("?")
+        name = unquote(path).lstrip("/")
+        body = self.rfile.read(int(self.headers.get("Content-Length", "0")))
+        with self.server.lock:
+            self.server.writes.append((self.command, name))
+        time.sleep(self.server.delay + (self.server.write_delay if len(body) >= 1000 else 0.0))
+        if self.server.is_read_only:
+            self._send(403, b"<Error><Code>AccessDenied</Code></Error>", True)
+            return name, {}, None
+        return name, parse_qs(query, keep_blank_values=True), body
+
+    def _store(self, name: str, body: bytes) -> None:
+        self.server.objects[name] = body
+        self.server.written[name] = len(self.server.writes)
+
     def _answer(self, with_body: bool) -> None:
         time.sleep(self.server.delay)
-        name = self.path.partition("?")[0].lstrip("/")
+        name = unquote(self.path.partition("?")[0]).lstrip("/")
         query = parse_qs(self.path.partition("?")[2])
         if "list-type" in query:
-            return self._list(name, query.get("prefix", [""])[0])
+            return self._list(name, {key: values[0] for key, values in query.items()})
         data = self.server.objects.get(name)
         if data is None:
             return self._send(404, b"<Error><Code>NoSuchKey</Code></Error>", with_body)
-        tag = f'"{zlib.crc32(data[:1000000]):08x}-{len(data)}"'
+        tag = _tag(data)
         if self.headers.get("If-Match", tag) != tag:
             return self._send(412, b"<Error><Code>PreconditionFailed</Code></Error>", with_body)
         if with_body and self.server.takes("refusals"):
@@ -85,31 +172,55 @@ class _Handler(BaseHTTPRequestHandler):
         body = data[begin:end]
         if status == 206 and self.server.takes("flips"):
             body = bytes([body[0] ^ 1]) + body[1:]
-        extra = {"ETag": tag, "Last-Modified": "Wed, 01 Jul 2026 00:00:00 GMT", "Accept-Ranges": "bytes"}
+        if status == 200 and with_body and len(body) >= 1000 and self.server.takes("whole_flips"):
+            body = body[:-1] + bytes([body[-1] ^ 1])
+        date = formatdate(1_780_000_000 + self.server.written.get(name, 0), usegmt=True)
+        extra = {"ETag": tag, "Last-Modified": date, "Accept-Ranges": "bytes"}
         if status == 206:
             extra["Content-Range"] = f"bytes {begin}-{end - 1}/{len(data)}"
         self._send(status, body, with_body, extra)
 
-    def _list(self, bucket: str, prefix: str) -> None:
-        names = (
-            name.partition("/")[2] for name in sorted(self.server.objects) if name.startswith(f"{bucket}/")
+    def _list(self, bucket: str, query: dict[str, str]) -> None:
+        prefix, after = query.get("prefix", ""), query.get("continuation-token", "")
+        start = f"{bucket.rstrip('/')}/"
+        with self.server.lock:
+            objects = {
+                name[len(start) :]: data
+                for name, data in self.server.objects.items()
+                if name.startswith(start)
+            }
+        keys = sorted(key for key in objects if key.startswith(prefix))
+        if "delimiter" in query:
+            folders = {
+                key[: end + 1] for key in keys if (end := key.find(query["delimiter"], len(prefix))) >= 0
+            }
+            keys = sorted({*folders, *(key for key in keys if query["delimiter"] not in key[len(prefix) :])})
+        left = [key for key in keys if key > after]
+        page = left[:_PAGE]
+        text = "".join(
+            f"<CommonPrefixes><Prefix>{escape(key)}</Prefix></CommonPrefixes>"
+            if key not in objects
+            else f"<Contents><Key>{escape(key)}</Key><LastModified>2026-07-01T00:00:00.000Z</LastModified>"
+            f"<ETag>{escape(_tag(objects[key]))}</ETag><Size>{len(objects[key])}</Size></Contents>"
+            for key in page
         )
-        entries = "".join(
-            f"<Contents><Key>{name}</Key><LastModified>2026-07-01T00:00:00.000Z</LastModified><Size>1</Size>"
-            "</Contents>"
-            for name in names
-            if name.startswith(prefix)
-        )
-        self._send(200, f"<ListBucketResult>{entries}</ListBucketResult>".encode(), with_body=True)
+        if len(left) > len(page):
+            text += "<IsTruncated>true</IsTruncated>"
+            text += f"<NextContinuationToken>{escape(page[-1])}</NextContinuationToken>"
+        self._send_xml("ListBucketResult", text)
+
+    def _send_xml(self, name: str, content: str) -> None:
+        self._send(200, f"<{name}>{content}</{name}>".encode(), with_body=True)
 
     def _send(self, status: int, body: bytes, with_body: bool, extra: dict[str, str] | None = None) -> None:
         self.send_response(status)
         for header, value in (extra or {}).items():
             self.send_header(header, value)
-        self.send_header("Content-Length", str(len(body)))
+        if status != 204:
+            self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         if with_body:
-            if self.server.takes("cuts"):
+            if body and self.command == "GET" and self.server.takes("cuts"):
                 body = body[: len(body) // 2]
                 self.close_connection = True
             self.wfile.write(body)
@@ -118,11 +229,39 @@ class _Handler(BaseHTTPRequestHandler):
         """Print nothing."""
 
 
+def _tag(data: bytes) -> str:
+    return f'"{hashlib.md5(data).hexdigest()}"'
+
+
+def settings_for(server_url: str) -> dict[str, str]:
+    """Return the environment in which s3:// is a server."""
+    return {
+        "AWS_ACCESS_KEY_ID": "a",
+        "AWS_SECRET_ACCESS_KEY": "b",
+        "AWS_REGION": "r",
+        "AWS_ENDPOINT_URL": server_url,
+    }
+
+
+@contextmanager
+def s3_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectServer]:
+    """Serve s3:// in this process until the block ends; its temporary files are in a folder of this name."""
+    temporary = folder / "tmp"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    with object_server() as server:
+        for name, value in settings_for(server.url).items():
+            monkeypatch.setenv(name, value)
+        yield server
+
+
 @contextmanager
 def object_server() -> Iterator[ObjectServer]:
     """Serve in a thread until the block ends."""
     server = ObjectServer()
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:
         yield server

@@ -2,12 +2,13 @@
 
     SAVE/lease.3    {"host": "n7", "pid": 4711, "job": "812", …}
 
-Rank 0 creates the file with O_EXCL, which is atomic on local disks, NFS and Lustre. A thread touches the file
-every few seconds; this is the heartbeat. Another run that finds the file watches it. It takes over the folder
-if the holder cannot be alive, or has shown no heartbeat for `ABANDONED_SECONDS` by the watcher's own clock;
-clocks of different hosts are never compared. A takeover creates the file with the next number, again with
-O_EXCL, so only one of two competing runs gets the folder. Then it deletes the old file, and the files that
-the old holder has not finished.
+Rank 0 creates the file with O_EXCL, which is atomic on local disks, NFS and Lustre, or as an object that must
+not exist (If-None-Match). A thread touches the file, or writes the object again if it is still there
+(If-Match), every few seconds; this is the heartbeat. Another run that finds the file watches it. It takes
+over the folder if the holder cannot be alive, or has shown no heartbeat for `ABANDONED_SECONDS` by the
+watcher's own clock; clocks of different hosts are never compared. A takeover creates the file with the next
+number, with the same condition, so only one of two competing runs gets the folder. Then it deletes the old
+file, and the files that the old holder has not finished.
 
 A holder that was paused or cut off finds its file gone when it continues. Rank 0 checks before each rename of
 a save; other ranks only write between the beginning and the end of a save, which rank 0 announces.
@@ -15,10 +16,8 @@ a save; other ranks only write between the beginning and the end of a save, whic
 
 from __future__ import annotations
 
-import errno
 import json
 import os
-import re
 import secrets
 import socket
 import threading
@@ -28,12 +27,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megalite.checkpoint.folder import remove_leftovers
+from megalite.checkpoint.lease_files import MISSING, NAME, LeaseFiles, files_at
 from megalite.checkpoint.save_agreement import SaveError
 from megalite.distributed.store_barrier import wait_for_all
 from megalite.distributed.topology import Topology
 from megalite.utils.errors import UserError, one_line
-from megalite.utils.files import make_writable, open_regular, parse_json, read_regular
+from megalite.utils.files import parse_json
 from megalite.utils.log import log
 
 BEAT_SECONDS = 5.0
@@ -41,22 +40,16 @@ ABANDONED_SECONDS = 60.0
 """Must be longer than an NFS client caches the times of a file (`acregmax`)."""
 _CHECK_SECONDS = 1.0
 """`is_lost` reads the file at most once per this time."""
-_PATIENCE_SECONDS = 2.0
-"""`is_lost` waits this long for a file system that does not answer."""
 _POLL_SECONDS = 0.2
-_MAX_BYTES = 1 << 16
-_NAME = re.compile(r"lease\.([1-9][0-9]{0,99})")
-"""A file of any number may have been put there by hand: the name with the next number must be valid too."""
-_MISSING = (errno.ENOENT, errno.ESTALE)
 
 
 class LeaseLost(SaveError):
     """Raised when another run has taken over the folder, so this run must not write anything more."""
 
-    def __init__(self, folder: Path, holder: object = None) -> None:
+    def __init__(self, save: str | Path, holder: object = None) -> None:
         by = f" ({holder})" if holder else ""
         super().__init__(
-            f"--save {folder} was taken over by another run{by}: this run stops and writes nothing more"
+            f"--save {save} was taken over by another run{by}: this run stops and writes nothing more"
         )
 
 
@@ -133,16 +126,21 @@ class LeaseHolder:
 class FolderLease:
     """Check, on any rank, that this run may still write to its folder of checkpoints.
 
+    Args:
+        save: value of --save.
+
     Attributes:
-        name: name of the lease's file.
-        content: content of the file while this run holds the lease.
+        number: number of the lease.
+        content: content of its file while this run holds the lease.
     """
 
-    def __init__(self, folder: Path, name: str, content: bytes) -> None:
-        self.folder = folder
-        self.name = name
+    def __init__(
+        self, save: str | Path, number: int, content: bytes, files: LeaseFiles | None = None
+    ) -> None:
+        self.save = save
+        self.number = number
         self.content = content
-        self._inode = folder.stat().st_ino if folder.exists() else 0
+        self.files = files or files_at(save)
         self._has_seen = False  # a rank that never saw the file may see another folder, where it is not lost
         self._checked_at = time.monotonic()
         self._check_thread = threading.Thread()
@@ -157,12 +155,9 @@ class FolderLease:
         """
         began_at = time.monotonic()  # a process that is stopped after it has read must read again
         try:
-            is_own = read_regular(self.folder / self.name, _MAX_BYTES) == self.content
+            is_own = self.files.read(self.number)[0] == self.content
         except OSError as error:
-            if error.errno not in _MISSING:
-                raise
-            # A lost file system does not mean a lost lease: then this folder is missing or another one.
-            if self.folder.stat().st_ino != self._inode:
+            if error.errno not in MISSING or not self.files.is_as_before():
                 raise
             is_own = False
         self._has_seen |= is_own
@@ -175,8 +170,8 @@ class FolderLease:
         """Return the error for a lost lease. It names the new holder if this rank can see it."""
         newest = None
         with suppress(OSError):
-            newest = _newest(self.folder)
-        return LeaseLost(self.folder, newest and LeaseHolder.parse(newest[1]))
+            newest = _newest(self.files)
+        return LeaseLost(self.save, newest and LeaseHolder.parse(newest[1]))
 
     def is_lost(self) -> bool:
         """Return whether the lease was lost, as of about a second ago. An unreadable folder is not a loss.
@@ -187,7 +182,7 @@ class FolderLease:
         if not self._is_lost and is_due and not self._check_thread.is_alive():
             self._check_thread = threading.Thread(target=self._try_check, name="lease-check", daemon=True)
             self._check_thread.start()
-            self._check_thread.join(_PATIENCE_SECONDS)
+            self._check_thread.join(self.files.patience)
         return self._is_lost
 
     def _try_check(self) -> None:
@@ -196,49 +191,45 @@ class FolderLease:
 
 
 class HeldLease(FolderLease):
-    """Lease and its heartbeat, on rank 0.
+    """Lease and its heartbeat, on rank 0."""
 
-    Args:
-        descriptor: file descriptor of the lease's file, open for writing.
-    """
-
-    def __init__(self, folder: Path, name: str, content: bytes, descriptor: int) -> None:
-        super().__init__(folder, name, content)
+    def __init__(self, save: str | Path, number: int, content: bytes, files: LeaseFiles) -> None:
+        super().__init__(save, number, content, files)
         self._has_seen = True
-        self._descriptor = descriptor
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="lease-heartbeat", daemon=True)
         self._thread.start()
 
     @staticmethod
-    def take(folder: Path) -> HeldLease:
+    def take(save: str | Path) -> HeldLease:
         """Acquire the lease, if necessary from a holder that is gone.
 
         Raises:
             UserError: another live run holds it, or the folder cannot be written.
         """
-        make_writable(folder, "--save")
+        files = files_at(save)
+        files.prepare()
         try:
             while True:
-                number, reason = _wait_until_free(folder)
-                if not _NAME.fullmatch(f"lease.{number + 1}"):
+                number, reason = _wait_until_free(save, files)
+                if not NAME.fullmatch(f"lease.{number + 1}"):
                     raise UserError(
-                        f"--save {folder} holds lease.{number}, and no lease has a larger number: delete "
+                        f"--save {save} holds lease.{number}, and no lease has a larger number: delete "
                         "that file if no run writes to the folder"
                     )
-                lease = _create(folder, number + 1)
-                if lease is not None:
+                content = LeaseHolder.here().content()
+                if _create(files, number + 1, content):
                     break
                 time.sleep(_POLL_SECONDS)  # another run was faster, or the folder's listing was outdated
             if reason:
-                log.warning("--save %s is taken over: %s", folder, reason)
+                log.warning("--save %s is taken over: %s", save, reason)
                 with suppress(OSError):  # leftovers only take up space
-                    remove_leftovers(folder)
+                    files.remove_leftovers()
         except OSError as error:
             raise UserError(
-                f"--save {folder} cannot be written ({error.strerror}: {error.filename}): pass another folder"
+                f"--save {save} cannot be written ({error.strerror}: {error.filename}): pass another folder"
             ) from None
-        return lease
+        return HeldLease(save, number + 1, content, files)
 
     def release(self) -> None:
         """End the heartbeat, and delete the file if it is still this lease's."""
@@ -246,36 +237,35 @@ class HeldLease(FolderLease):
         self._thread.join(BEAT_SECONDS)  # do not wait longer: the file system may hang
         with suppress(LeaseLost, OSError):
             self.check()
-            (self.folder / self.name).unlink()
+            self.files.delete(self.number)
         with suppress(OSError):
-            os.close(self._descriptor)
+            self.files.close()
 
     def _beat(self) -> None:
-        # Use the open file, so that a lost lease does not touch its successor's file.
         while not self._is_over.wait(BEAT_SECONDS):
             with suppress(OSError):
-                os.utime(self._descriptor)
+                self.files.touch()
 
 
 @contextmanager
-def hold_folder(folder: str | None, topology: Topology) -> Iterator[FolderLease | None]:
-    """Hold the lease on --save during the block. Every rank calls this; it yields None without a folder.
+def hold_folder(save: str | None, topology: Topology) -> Iterator[FolderLease | None]:
+    """Hold the lease on --save during the block. Every rank calls this; it yields None without --save.
 
     Raises:
         UserError: another run holds it, or the folder cannot be written; on every rank.
     """
-    if folder is None:
+    if save is None:
         yield None
         return
     lease: HeldLease | None = None
     try:
         with topology.agreed():
             if topology.rank == 0:
-                lease = HeldLease.take(Path(folder))
-        own = (lease.name, lease.content) if lease else None
+                lease = HeldLease.take(save)
+        own = (lease.number, lease.content) if lease else None
         shared = topology.world.object_of_first(own, "the lease on --save")
         assert shared is not None
-        yield lease or FolderLease(Path(folder), *shared)
+        yield lease or FolderLease(save, *shared)
         # Another rank may still be writing the last metrics, and reads the lease for that.
         wait_for_all(topology.store, topology.world_size)
     finally:
@@ -283,7 +273,7 @@ def hold_folder(folder: str | None, topology: Topology) -> Iterator[FolderLease 
             lease.release()
 
 
-def _wait_until_free(folder: Path) -> tuple[int, str]:
+def _wait_until_free(save: str | Path, files: LeaseFiles) -> tuple[int, str]:
     """Wait until a new lease may be created. Return the previous lease's number, and why it is void.
 
     Returns:
@@ -294,20 +284,20 @@ def _wait_until_free(folder: Path) -> tuple[int, str]:
         OSError: the folder cannot be read.
     """
     me, first, deadline = LeaseHolder.here(), None, 0.0
-    while found := _newest(folder):
-        number, content, touched = found
+    while found := _newest(files):
+        number, content, beat = found
         holder = LeaseHolder.parse(content)
-        who = holder or f"the writer of {folder / f'lease.{number}'}"
+        who = holder or f"the writer of {save}/lease.{number}"
         if holder is not None and holder.is_gone():
             return number, f"its holder has ended ({who})"
         if holder is not None and me.job and holder.job == me.job and holder.job_starts < me.job_starts:
             return number, f"its holder is an earlier start of this Slurm job ({who})"
         if first is None:
-            first, deadline = (content, touched), time.monotonic() + ABANDONED_SECONDS
-            log.info("--save %s is in use (%s): waiting to see whether that run is alive", folder, who)
-        elif (content, touched) != first:
+            first, deadline = (content, beat), time.monotonic() + ABANDONED_SECONDS
+            log.info("--save %s is in use (%s): waiting to see whether that run is alive", save, who)
+        elif (content, beat) != first:
             raise UserError(
-                f"--save {folder} is in use by another run ({who}): end that run, or pass another folder; "
+                f"--save {save} is in use by another run ({who}): end that run, or pass another folder; "
                 f"a dead run is detected after {ABANDONED_SECONDS:g} s"
             )
         elif time.monotonic() > deadline:
@@ -316,44 +306,32 @@ def _wait_until_free(folder: Path) -> tuple[int, str]:
     return 0, ""
 
 
-def _create(folder: Path, number: int) -> HeldLease | None:
-    """Create the lease with this number and delete earlier ones; return None if another run created it."""
-    name, content = f"lease.{number}", LeaseHolder.here().content()
-    file = folder / name
-    try:
-        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
-    except FileExistsError:
-        return None
+def _create(files: LeaseFiles, number: int, content: bytes) -> bool:
+    """Create the lease with this number and delete earlier ones; return False if another run created it."""
     is_taken = False
+    if not files.create(number, content):
+        return False
     try:
-        os.write(descriptor, content)
-        os.fsync(descriptor)
-        numbers = _numbers(folder)
+        numbers = files.numbers()
         is_taken = max(numbers, default=number) == number  # otherwise an earlier listing was outdated
     finally:
         if not is_taken:
-            os.close(descriptor)
-            file.unlink()
-    if not is_taken:
-        return None
-    for old in numbers:
-        if old < number:
-            (folder / f"lease.{old}").unlink(missing_ok=True)
-    return HeldLease(folder, name, content, descriptor)
+            files.close()
+            files.delete(number)
+    if is_taken:
+        for old in numbers:
+            if old < number:
+                files.delete(old)
+    return is_taken
 
 
-def _numbers(folder: Path) -> list[int]:
-    return [int(match[1]) for name in os.listdir(folder) if (match := _NAME.fullmatch(name))]
-
-
-def _newest(folder: Path) -> tuple[int, bytes, int] | None:
-    """Return the number, content and modification time (ns) of the newest lease; None without a lease."""
-    for number in sorted(_numbers(folder), reverse=True):
+def _newest(files: LeaseFiles) -> tuple[int, bytes, object] | None:
+    """Return the number and content of the newest lease, and its heartbeat; None without a lease."""
+    for number in sorted(files.numbers(), reverse=True):
         try:
-            with open_regular(folder / f"lease.{number}") as stream:
-                return number, stream.read(_MAX_BYTES), os.fstat(stream.fileno()).st_mtime_ns
+            return number, *files.read(number)
         except OSError as error:
-            if error.errno not in _MISSING:
+            if error.errno not in MISSING:
                 raise
     return None
 

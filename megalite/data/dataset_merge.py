@@ -19,7 +19,6 @@ import numpy.typing as npt
 
 from megalite.data.indexed_dataset import IndexedDataset, blocks_of, replace_dataset, write_index
 from megalite.data.loss_mask import LOSS_MASK, LossMask, has_loss_mask
-from megalite.data.object_store import is_remote
 from megalite.data.sharded_dataset import (
     CHECKSUM_SUFFIX,
     FORMAT,
@@ -38,6 +37,7 @@ from megalite.data.tokenizers.tokenizer_digest import (
 from megalite.utils.errors import UserError
 from megalite.utils.files import new_file, replace_file, url_problem
 from megalite.utils.log import log
+from megalite.utils.object_store import is_remote
 
 _PART = re.compile(r"-(\d{5})-of-(\d{5})(?=_|$)")
 """The number of a part, and the number of parts, in the name of a dataset that --partition wrote."""

@@ -26,10 +26,10 @@ import numpy as np
 import numpy.typing as npt
 
 from megalite.data import _index_builder
-from megalite.data.object_store import is_remote
 from megalite.data.storage import MappedBytes
 from megalite.utils.files import no_follow, parse_json, replace_file
 from megalite.utils.log import THIS_RANK, log
+from megalite.utils.object_store import is_remote
 
 Arrays = dict[str, npt.NDArray[Any]]
 

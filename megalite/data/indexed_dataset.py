@@ -14,10 +14,10 @@ from typing import Any, BinaryIO, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from megalite.data.object_store import is_remote
 from megalite.data.storage import CACHE_BYTES, FileRange, MappedBytes, open_bytes, read_ranges
 from megalite.utils.errors import UserError
 from megalite.utils.files import new_file, open_new
+from megalite.utils.object_store import is_remote
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1

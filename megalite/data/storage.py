@@ -7,7 +7,6 @@ bytes read as zeros. In each case `MappedBytes.check` raises: call it after read
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import hashlib
 import mmap
@@ -15,7 +14,6 @@ import os
 import random
 import secrets
 import shutil
-import stat
 import tempfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,9 +27,9 @@ import numpy.typing as npt
 
 from megalite.config import DataConfig
 from megalite.data._index_builder import FileChange, MappedFile, all_unchanged
-from megalite.data.object_store import is_remote, object_exists, open_object, read_object
 from megalite.utils.errors import UserError
-from megalite.utils.files import no_follow
+from megalite.utils.files import check_owner, no_follow
+from megalite.utils.object_store import is_remote, object_exists, open_object, read_object
 
 GRANULE_BYTES = 512
 """Unit of the cache: a document is fetched with the rest of its first and last unit."""
@@ -243,7 +241,7 @@ class CachedBytes(MappedBytes):
         name = self._folder / f"{hashlib.sha256(mark.encode()).hexdigest()[:32]}{ending}"
         try:
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            _check_owner(self._folder)
+            check_owner(self._folder)
             self._in_use = _open_shared(Path(f"{name}.marks"))
             make_space(self._folder, limit)
             self._bytes, marks = Path(f"{name}.bytes"), Path(f"{name}.marks")
@@ -367,14 +365,6 @@ def fetch_missing(wanted: Mapping[CachedBytes, Sequence[tuple[int, int]]]) -> No
             parts = list(pool.map(lambda each: each[0].request(each[1], each[2]), now))
         for file in dict.fromkeys(file for file, _, _ in now):
             file.keep([(start, data) for (of, start, _), data in zip(now, parts, strict=True) if of is file])
-
-
-def _check_owner(folder: Path) -> None:
-    """Check that no other user can write to the folder or its link target: they could change tokens."""
-    if any(status.st_uid != os.getuid() for status in (folder.lstat(), folder.stat())):
-        raise PermissionError(errno.EPERM, "the folder belongs to another user")
-    if folder.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise PermissionError(errno.EPERM, "other users may write to the folder")
 
 
 def _open_shared(path: Path) -> BinaryIO:

@@ -40,6 +40,18 @@ def make_writable(folder: Path, flag: str) -> None:
         ) from None
 
 
+def check_owner(folder: Path) -> None:
+    """Check that no other user can write to a folder or its link target.
+
+    Raises:
+        PermissionError: another user owns it, or may write to it.
+    """
+    if any(status.st_uid != os.getuid() for status in (folder.lstat(), folder.stat())):
+        raise PermissionError(errno.EPERM, "the folder belongs to another user")
+    if folder.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(errno.EPERM, "other users may write to the folder")
+
+
 def open_regular(file: Path, *, follow: bool = False) -> BinaryIO:
     """Open a regular file for reading, unbuffered; the call never blocks.
 

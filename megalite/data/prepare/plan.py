@@ -10,7 +10,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from megalite.data.object_store import is_remote
 from megalite.data.prepare.settings import build_settings
 from megalite.data.prepare.steps import CorpusStep, read_steps
 from megalite.data.preprocessing.documents import STANDARD_INPUT, file_states, find_inputs
@@ -20,6 +19,7 @@ from megalite.data.tokenizers.tokenizer import TokenizerFiles
 from megalite.data.tokenizers.tokenizer_digest import tokenizer_digest
 from megalite.utils.errors import ConfigError, UserError, collected
 from megalite.utils.files import make_writable, read_yaml_file, url_problem
+from megalite.utils.object_store import is_remote
 
 PASSES = ("sign", "match", "tokenize", "shard", "finish")
 """The passes in order: hash, find duplicates, tokenize what is kept, shuffle, and write list and report."""

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, BinaryIO, cast
 
-from megalite.data.object_store import ObjectStream, is_remote
 from megalite.utils.errors import UserError, first_line
+from megalite.utils.object_store import ObjectStream, is_remote
 
 _BATCH_ROWS = 256
 _BATCHES_PER_GROUP = 16

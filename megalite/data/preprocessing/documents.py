@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
 from megalite.data._json_reader import json_texts
-from megalite.data.object_store import ObjectStream, find_objects, is_remote, open_object
 from megalite.data.preprocessing.compressed_readers import open_zstandard, read_rows
 from megalite.data.tokenizers.hf_tokenizer import json_object
 from megalite.utils.errors import ConfigError, UserError
 from megalite.utils.files import parse_json
+from megalite.utils.object_store import ObjectStream, find_objects, is_remote, open_object
 
 _KINDS = {
     "jsonl": "json",

@@ -211,7 +211,7 @@ def test_of_many_that_want_a_folder_one_gets_it(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
         (lease,) = filter(None, pool.map(take, range(8)))
     lease.check()
-    assert names(tmp_path) == {lease.name}
+    assert names(tmp_path) == {f"lease.{lease.number}"}
     lease.release()
 
 
@@ -230,27 +230,29 @@ def test_a_folder_that_is_away_for_a_while_is_not_lost(held: HeldLease, tmp_path
 
 
 def test_a_lease_that_was_deleted_is_lost(held: HeldLease, tmp_path: Path) -> None:
-    (tmp_path / held.name).unlink()
+    (tmp_path / f"lease.{held.number}").unlink()
     with pytest.raises(LeaseLost):
         held.check()
     assert held.is_lost()
 
 
-def test_a_check_that_was_interrupted_is_repeated(held: HeldLease, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_that_was_interrupted_is_repeated(
+    held: HeldLease, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A process may be stopped after it has read its lease; the answer is old when it goes on."""
-    read, now = lease_module.read_regular, [1000.0]
+    read, now = held.files.read, [1000.0]
 
-    def stopped_after_reading(file: Path, limit: int) -> bytes:
-        content = read(file, limit)
+    def stopped_after_reading(number: int) -> tuple[bytes, object]:
+        content = read(number)
         now[0] += 600
         return content
 
     monkeypatch.setattr(lease_module.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(lease_module, "_CHECK_SECONDS", 1.0)
     with monkeypatch.context() as during:
-        during.setattr(lease_module, "read_regular", stopped_after_reading)
+        during.setattr(held.files, "read", stopped_after_reading)
         held.check()
-    (held.folder / held.name).unlink()
+    (tmp_path / f"lease.{held.number}").unlink()
     assert held.is_lost()
 
 

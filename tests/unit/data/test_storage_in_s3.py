@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,7 +18,7 @@ from megalite.data.sharded_dataset import open_dataset
 from megalite.data.window_dataset import WindowDataset
 from megalite.utils.errors import UserError
 from tests.corpora import build_datasets
-from tests.object_server import ObjectServer, object_server
+from tests.object_server import ObjectServer, s3_in
 
 pytest.importorskip("obstore")
 
@@ -29,20 +27,8 @@ WriteDataset = Callable[..., str]
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectServer]:
-    (tmp_path / "tmp").mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
-    for name in [name for name in os.environ if name.startswith("AWS_")]:
-        monkeypatch.delenv(name)
-    with object_server() as serving:
-        settings = {
-            "ACCESS_KEY_ID": "a",
-            "SECRET_ACCESS_KEY": "b",
-            "REGION": "r",
-            "ENDPOINT_URL": serving.url,
-        }
-        for name, value in settings.items():
-            monkeypatch.setenv(f"AWS_{name}", value)
-        yield serving
+    with s3_in(tmp_path, monkeypatch) as server:
+        yield server
 
 
 def upload(server: ObjectServer, folder: Path) -> None:

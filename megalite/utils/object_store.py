@@ -1,20 +1,46 @@
-"""Read objects of a store: s3:// through obstore if it is installed, any other URL through fsspec."""
+"""Read objects of a store, s3:// through obstore if it is installed and any other URL through fsspec.
+
+`ObjectFolder` also writes: it needs obstore, whose writes can depend on the version that is there.
+"""
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import io
 import os
 import re
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+from urllib.parse import quote
 
 from megalite.utils.errors import UserError, first_line
+from megalite.utils.files import new_file
 
 
 def is_remote(path: str) -> bool:
     """Return whether a path is a URL of a store: s3://, gs://, memory://, ...; file:// is this machine."""
     return "://" in path and not path.startswith("file://")
+
+
+def is_s3(path: str | None) -> bool:
+    """Return whether a path is a URL of S3, which can be written to."""
+    return path is not None and path.startswith("s3://")
+
+
+def local_folder(path: str, stage: str | None) -> Path:
+    """Return the folder of this machine for what belongs to a URL of S3, or the path itself if it is none.
+
+    Args:
+        stage: folder to put it in; by default the folder of temporary files.
+    """
+    if not is_s3(path):
+        return Path(path)
+    name = quote(path.removeprefix("s3://").rstrip("/"), safe="")
+    return Path(stage or tempfile.gettempdir()) / f"megalite-stage-{os.getuid()}" / name
 
 
 class StoredObject(Protocol):
@@ -191,6 +217,136 @@ class _ObstoreObject:
             return call(*args, **options)
         except (FileNotFoundError, exceptions.NotFoundError, exceptions.PreconditionError):
             raise FileNotFoundError(self._url) from None
+
+
+class ObjectInfo(NamedTuple):
+    """Version of an object.
+
+    Attributes:
+        size: in bytes.
+        version: the store's identifier of the content.
+        written: when the object was written, by the store's clock, which counts seconds.
+    """
+
+    size: int
+    version: str
+    written: str
+
+
+class ObjectFolder:
+    """Objects under a prefix of S3, to list, read, write and delete; names are relative to the prefix.
+
+    S3 has no folders: objects are independent, and an object is replaced as a whole. Requests that the store
+    refuses for its load are repeated.
+
+    Args:
+        url: URL of the prefix, such as s3://bucket/run.
+
+    Raises:
+        UserError: the URL names no bucket, or obstore is not installed.
+        OSError: a method cannot reach the store, or lacks a permission.
+    """
+
+    def __init__(self, url: str) -> None:
+        try:
+            import obstore
+        except ImportError:
+            raise UserError(
+                f"{url} needs a package that is not installed: pip install 'megalite[storage]'"
+            ) from None
+        bucket, _, self._prefix = url.removeprefix("s3://").rstrip("/").partition("/")
+        if not bucket:
+            raise UserError(f"{url} names no bucket: write s3://BUCKET/FOLDER")
+        self.url = url.rstrip("/")
+        self._obstore = obstore
+        with _named_errors(url):
+            self._store = obstore.store.S3Store(bucket, **_s3_options())
+
+    def list_all(self, folder: str) -> dict[str, ObjectInfo]:
+        """Return all objects under a folder's name, by name."""
+        with self._as_os_errors(folder):
+            chunks = self._obstore.list(self._store, self._path(folder))
+            return {self._name(each["path"]): _info_of(each) for chunk in chunks for each in chunk}
+
+    def list_top(self) -> tuple[list[str], dict[str, ObjectInfo]]:
+        """Return the names of the folders, and the objects that are in none, by name."""
+        with self._as_os_errors(""):
+            found = self._obstore.list_with_delimiter(self._store, self._prefix or None)
+        folders = [self._name(path) for path in found["common_prefixes"]]
+        return folders, {self._name(each["path"]): _info_of(each) for each in found["objects"]}
+
+    def read(self, name: str) -> bytes:
+        """Return all bytes of an object; `FileNotFoundError` without it."""
+        return self.read_version(name)[0]
+
+    def read_version(self, name: str) -> tuple[bytes, ObjectInfo]:
+        """Return all bytes of an object and their version; `FileNotFoundError` without it."""
+        with self._as_os_errors(name):
+            found = self._obstore.get(self._store, self._path(name))
+            return bytes(found.bytes()), _info_of(found.meta)
+
+    def write(self, name: str, content: bytes, *, is_new: bool = False, replaces: str | None = None) -> str:
+        """Write an object as a whole, and return its version.
+
+        Args:
+            is_new: raise `FileExistsError` if there is an object of this name.
+            replaces: version to replace; raise `FileNotFoundError` if it is gone.
+        """
+        mode: Any = "create" if is_new else "overwrite" if replaces is None else {"e_tag": replaces}
+        with self._as_os_errors(name):
+            put = self._obstore.put(self._store, self._path(name), content, mode=mode, use_multipart=False)
+        return str(put["e_tag"])
+
+    def upload(self, name: str, file: Path) -> None:
+        """Write the content of a file, in parts of 16 MiB of which 4 travel at a time."""
+        with self._as_os_errors(name):
+            self._obstore.put(
+                *(self._store, self._path(name), file), chunk_size=_PART_BYTES, max_concurrency=4
+            )
+
+    def download(self, name: str, file: Path) -> str:
+        """Write an object to a new file, and return its SHA-256 in hexadecimal digits."""
+        digest = hashlib.sha256()
+        with self._as_os_errors(name):
+            found = self._obstore.get(self._store, self._path(name))
+            with new_file(file) as target:
+                for chunk in found.stream(_PART_BYTES):
+                    digest.update(chunk)
+                    target.write(chunk)
+        return digest.hexdigest()
+
+    def delete(self, names: Collection[str]) -> None:
+        """Delete objects; one that is not there is no error."""
+        with self._as_os_errors(""):
+            self._obstore.delete(self._store, [self._path(name) for name in names])
+
+    def _path(self, name: str) -> str:
+        return "/".join(filter(None, (self._prefix, name)))
+
+    def _name(self, path: str) -> str:
+        return path.removeprefix(self._prefix).strip("/")
+
+    @contextmanager
+    def _as_os_errors(self, name: str) -> Iterator[None]:
+        """Raise the errors of the store as those of a file system, with the URL as the file's name."""
+        exceptions, url = self._obstore.exceptions, f"{self.url}/{name}".rstrip("/")
+        try:
+            yield
+        except exceptions.AlreadyExistsError:
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), url) from None
+        except (exceptions.NotFoundError, exceptions.PreconditionError, FileNotFoundError):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), url) from None
+        except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), url) from None
+        except exceptions.BaseError as error:
+            raise OSError(errno.EIO, first_line(error), url) from None
+
+
+_PART_BYTES = 16 << 20
+
+
+def _info_of(listed: Mapping[str, Any]) -> ObjectInfo:
+    return ObjectInfo(int(listed["size"]), str(listed["e_tag"]), str(listed["last_modified"]))
 
 
 def _s3_options() -> dict[str, Any]:

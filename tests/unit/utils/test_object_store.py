@@ -1,0 +1,89 @@
+"""Objects of a store that are listed, written on conditions, and deleted."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megalite.utils import object_store
+from megalite.utils.errors import UserError
+from megalite.utils.object_store import ObjectFolder, local_folder
+from tests.object_server import ObjectServer, s3_in
+
+pytest.importorskip("obstore")
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectServer]:
+    with s3_in(tmp_path, monkeypatch) as server:
+        yield server
+
+
+def test_names_are_relative_and_listings_have_all_pages(server: ObjectServer) -> None:
+    folder = ObjectFolder("s3://b/run/")
+    for number in range(250):
+        server.objects[f"b/run/a/{number}"] = b"x" * number
+    server.objects |= {"b/run/latest": b"1", "b/run/é & <b>/c": b"2", "b/runs/x": b"3", "b/y": b"4"}
+    listed = folder.list_all("a")
+    assert {name: info.size for name, info in listed.items()} == {f"a/{i}": i for i in range(250)}
+    folders, objects = folder.list_top()
+    assert sorted(folders) == ["a", "é & <b>"]
+    assert list(objects) == ["latest"]
+    folder.delete(listed)
+    assert server.objects.keys() == {"b/run/latest", "b/run/é & <b>/c", "b/runs/x", "b/y"}
+    assert ObjectFolder("s3://b").list_top()[1].keys() == {"y"}
+
+
+def test_a_write_depends_on_what_is_there(server: ObjectServer) -> None:
+    folder = ObjectFolder("s3://b/run")
+    first = folder.write("x", b"1", is_new=True)
+    with pytest.raises(FileExistsError):
+        folder.write("x", b"2", is_new=True)
+    second = folder.write("x", b"3", replaces=first)
+    with pytest.raises(FileNotFoundError):
+        folder.write("x", b"4", replaces=first)
+    content, info = folder.read_version("x")
+    assert (content, info.version, info.size) == (b"3", second, 1)
+    folder.delete(["x", "never"])
+    with pytest.raises(FileNotFoundError):
+        folder.write("x", b"5", replaces=second)
+    with pytest.raises(FileNotFoundError) as error:
+        folder.read("x")
+    assert error.value.filename == "s3://b/run/x"
+
+
+@pytest.mark.parametrize("size", [0, 999, 1000, 2500])
+def test_a_file_goes_up_in_parts_and_comes_down_with_its_digest(
+    server: ObjectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    monkeypatch.setattr(object_store, "_PART_BYTES", 1000)
+    content = bytes(i % 251 for i in range(size))
+    (tmp_path / "up").write_bytes(content)
+    folder = ObjectFolder("s3://b/run")
+    folder.upload("a/x", tmp_path / "up")
+    assert server.objects["b/run/a/x"] == content
+    assert folder.download("a/x", tmp_path / "down") == hashlib.sha256(content).hexdigest()
+    assert (tmp_path / "down").read_bytes() == content
+    assert not server.parts
+
+
+def test_errors_are_those_of_a_file_system(server: ObjectServer) -> None:
+    folder = ObjectFolder("s3://b/run")
+    server.is_read_only = True
+    with pytest.raises(PermissionError) as error:
+        folder.write("x", b"")
+    assert error.value.filename == "s3://b/run/x"
+    with pytest.raises(UserError, match=r"s3:// names no bucket: write s3://BUCKET/FOLDER"):
+        ObjectFolder("s3://")
+
+
+def test_urls_have_folders_of_their_own_on_this_machine(tmp_path: Path) -> None:
+    urls = ["s3://b/run", "s3://b/run/x", "s3://b/run_x", "s3://b/run%2Fx", "s3://b/.."]
+    folders = [local_folder(url, str(tmp_path)) for url in urls]
+    assert len({*folders}) == len(urls)
+    assert len({folder.parent for folder in folders}) == 1
+    assert local_folder("s3://b/run/", str(tmp_path)) == folders[0]
+    assert local_folder("runs/a", str(tmp_path)) == Path("runs/a")
