@@ -90,7 +90,7 @@ class _Mistake(str):
 
 def check_compatibility(
     description: Mapping[str, Any],
-    checkpoint: Path,
+    checkpoint: Path | str,
     config: Config,
     topology: Topology,
     data: DataRecord | None = None,
@@ -169,7 +169,7 @@ def _follows(difference: Difference) -> bool:
     return field is not None and field.default is not None and None in values and field.default in values
 
 
-def _compare_models(saved: Mapping[str, Any], checkpoint: Path, config: Config) -> Iterator[str]:
+def _compare_models(saved: Mapping[str, Any], checkpoint: Path | str, config: Config) -> Iterator[str]:
     known = {field.name for field in dataclasses.fields(ModelConfig)}
     model = ModelConfig(**{name: value for name, value in saved.items() if name in known})
     unknown_fields = {name: value for name, value in saved.items() if name not in known}
@@ -213,7 +213,7 @@ def _resolved(model: ModelConfig) -> dict[str, Any]:
 
 
 def _compare_runs(
-    saved: Mapping[str, Any], here: Mapping[str, Any], checkpoint: Path, config: Config
+    saved: Mapping[str, Any], here: Mapping[str, Any], checkpoint: Path | str, config: Config
 ) -> Iterator[str]:
     differences = list(_differences(saved, here)) if saved else []  # converted checkpoints have no run
     if not differences:
@@ -226,7 +226,7 @@ def _compare_runs(
 
 
 def _compare_schedules(
-    saved: Mapping[str, Any], here: Mapping[str, Any], checkpoint: Path, config: Config
+    saved: Mapping[str, Any], here: Mapping[str, Any], checkpoint: Path | str, config: Config
 ) -> Iterator[str]:
     differences = list(_differences(saved, here)) if saved else []
     if not differences:
@@ -258,7 +258,7 @@ def _compare_schedules(
 
 
 def _compare_settings(
-    description: Mapping[str, Any], here: Mapping[str, Any], checkpoint: Path, config: Config
+    description: Mapping[str, Any], here: Mapping[str, Any], checkpoint: Path | str, config: Config
 ) -> Iterator[str]:
     saved = {name: value for name, value in description["model"].items() if name in here["settings"]}
     if not config.checkpoint.finetune:  # a new run can have other settings
@@ -283,7 +283,7 @@ def _compare_settings(
 
 
 def _compare_data(
-    description: Mapping[str, Any], here: Mapping[str, Any], checkpoint: Path, config: Config, dp: int
+    description: Mapping[str, Any], here: Mapping[str, Any], checkpoint: Path | str, config: Config, dp: int
 ) -> Iterator[str]:
     options = list(_differences_of_shared(_mapping(description, "data"), here["data"]))
     changed = [str(each) for each in options if resume_rule(each.name) is not OnResume.CORPUS]
@@ -346,11 +346,11 @@ def _num_samples(config: Config, dp: int) -> int:
     return config.batch_size(dp).consumed_before(config.num_iterations(dp) + 1)
 
 
-def _mistake(checkpoint: Path, what: str, differences: list[Difference], advice: str) -> _Mistake:
+def _mistake(checkpoint: Path | str, what: str, differences: list[Difference], advice: str) -> _Mistake:
     return _Mistake(f"checkpoint {checkpoint} {what}: {_listed(differences)}; {advice}")
 
 
-def _changed(checkpoint: Path, differences: list[Difference]) -> Iterator[str]:
+def _changed(checkpoint: Path | str, differences: list[Difference]) -> Iterator[str]:
     if differences:
         yield f"changed since checkpoint {checkpoint}: {_listed(differences)}"
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -50,7 +50,14 @@ def iterations_in(folder: Path) -> dict[int, str]:
     Raises:
         OSError: the folder cannot be read.
     """
-    names = {entry.name for entry in folder.iterdir() if entry.is_dir()} if folder.exists() else set[str]()
+    return checkpoints_named(
+        entry.name for entry in (folder.iterdir() if folder.exists() else ()) if entry.is_dir()
+    )
+
+
+def checkpoints_named(folders: Iterable[str]) -> dict[int, str]:
+    """Return those of the folders' names that are checkpoints, by iteration and oldest first."""
+    names = set(folders)
     found = {int(match[1]): match[0] for name in names if (match := NAME.fullmatch(name))}
     for match in filter(None, map(_REPLACED.fullmatch, names)):
         found.setdefault(int(match[1]), match[0])
@@ -66,8 +73,18 @@ def list_checkpoints(folder: Path) -> Listing:
     Raises:
         OSError: the folder cannot be read.
     """
-    found = iterations_in(folder)
-    latest, problem = _latest_in(folder)
+    latest = read_latest_from(lambda: read_latest(folder))
+    return listing_of(iterations_in(folder), *latest, folder / LATEST)
+
+
+def listing_of(found: Mapping[int, str], latest: int | None, problem: str, file: Path | str) -> Listing:
+    """Return the listing of these checkpoints; see `list_checkpoints`.
+
+    Args:
+        found: names by iteration.
+        latest, problem: from `read_latest_from`.
+        file: path or URL of `latest`.
+    """
     if latest is not None and latest not in found:
         problem = f"names {name_of(latest)}, which does not exist"
     if not found:
@@ -79,10 +96,10 @@ def list_checkpoints(folder: Path) -> Listing:
     names = tuple(found[iteration] for iteration in (*past, *later))
     notices = []
     if problem:
-        notices.append(f"{folder / LATEST} {problem}: the newest complete checkpoint is loaded")
+        notices.append(f"{file} {problem}: the newest complete checkpoint is loaded")
     if later:
         notices.append(
-            f"{folder / LATEST} names {name_of(newest)}, and {found[later[0]]} is newer: pass "
+            f"{file} names {name_of(newest)}, and {found[later[0]]} is newer: pass "
             f"--load-iteration {later[0]} to load that instead"
         )
     return Listing(names, tuple(notices))
@@ -172,10 +189,10 @@ def read_latest(folder: Path) -> str:
     return read_regular(folder / LATEST, _MAX_NAME_BYTES).decode().strip()
 
 
-def _latest_in(folder: Path) -> tuple[int | None, str]:
-    """Return the iteration that `latest` names, or None and the problem with the file."""
+def read_latest_from(read: Callable[[], str]) -> tuple[int | None, str]:
+    """Return the iteration that `latest`, whose content `read` returns, names; or None and its problem."""
     try:
-        name = read_latest(folder)
+        name = read()
     except FileNotFoundError:
         return None, "is missing"
     except OSError as error:

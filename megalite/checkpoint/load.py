@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+import secrets
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,6 +33,7 @@ from megalite.checkpoint.manifest import (
 )
 from megalite.checkpoint.parameter_range import Tensors
 from megalite.checkpoint.progress import CallbackStates, TrainingProgress, states_of
+from megalite.checkpoint.stored_run import Download, StoredRun
 from megalite.checkpoint.tensor_files import read_tensors
 from megalite.config import CheckpointConfig, Config
 from megalite.data.corpus_record import DataRecord
@@ -72,10 +74,14 @@ class _Finding(NamedTuple):
     is_other_format: bool = False
 
 
-def choose_checkpoint(folder: Path, topology: Topology, iteration: int | None = None) -> Manifest | None:
+def choose_checkpoint(
+    folder: Path | StoredRun, topology: Topology, iteration: int | None = None
+) -> Manifest | None:
     """Return the checkpoint that `latest` names, or the newest complete one before it; every rank calls this.
 
-    All its bytes have been read and verified; the ranks divide the files among themselves.
+    All its bytes have been read and verified; the ranks divide the files among themselves. From object
+    storage, only the text files have been read: call `read_tensors` to download and verify the files that
+    this rank needs, and then close the manifest's `download`.
 
     Args:
         iteration: iteration to load; other checkpoints are then not considered.
@@ -87,25 +93,26 @@ def choose_checkpoint(folder: Path, topology: Topology, iteration: int | None = 
         UserError: no checkpoint is complete, another version wrote it, the folder cannot be read, or ranks
             see different folders. Every rank raises it.
     """
-    with topology.agreed():
-        listing = _listing(folder, iteration)
-    listings = topology.world.gather_objects(listing, "listings of the folder")
-    listing = listings[0]
-    empty = [rank for rank, each in enumerate(listings) if not each.names]
-    if 0 < len(empty) < len(listings):
-        raise _different(folder, f"{_ranks(empty)} see no checkpoint")
+    download: Download | None = None
+    if isinstance(folder, StoredRun):
+        listing, download = _begin_download(folder, iteration, topology)
+        root = download.folder
+    else:
+        listing, root = _agreed_listing(folder, iteration, topology), folder
     for notice in listing.notices:
         log.warning("%s", notice)
     damaged: list[str] = []
     for name in listing.names:
-        manifest, problems = _verified(folder / name, topology)
+        manifest, problems = _verified(root / name, download, topology)
         if manifest is not None:
             if damaged:
-                log.warning("checkpoint %s is loaded instead", manifest.folder)
+                log.warning("checkpoint %s is loaded instead", manifest.title)
             return manifest
         damaged.append(f"{name}: {'; '.join(problems)}")
         if iteration is None and len(listing.names) > 1:
-            log.warning("checkpoint %s is damaged and skipped: %s", folder / name, "; ".join(problems))
+            log.warning("checkpoint %s/%s is damaged and skipped: %s", folder, name, "; ".join(problems))
+    if download is not None:
+        download.close()
     if not damaged:
         return None
     advice = "pass another --load-iteration" if iteration is not None else "load another"
@@ -113,6 +120,51 @@ def choose_checkpoint(folder: Path, topology: Topology, iteration: int | None = 
         f"--load {folder} has no complete checkpoint to load ({' | '.join(damaged)}): {advice}, or remove "
         "--load"
     )
+
+
+def _begin_download(run: StoredRun, iteration: int | None, topology: Topology) -> tuple[Listing, Download]:
+    """Return what rank 0 finds in object storage, and the download that the ranks of a node share."""
+    listing, token = Listing(), secrets.token_hex(8)
+    with topology.agreed():
+        if topology.rank == 0:
+            listing = _stored_listing(run, iteration)
+    listing, token = topology.world.object_of_first((listing, token), "a listing of object storage")
+    with topology.agreed():
+        try:
+            return listing, Download(run, token)
+        except OSError as error:
+            raise UserError(
+                f"files of --load {run.url} cannot be stored ({error.strerror}: {error.filename}): pass "
+                "another --save-stage"
+            ) from None
+
+
+def _stored_listing(run: StoredRun, iteration: int | None) -> Listing:
+    try:
+        listing, found = run.listing(), run.iterations()
+        if not listing.names and run.has_object(RUN):
+            raise UserError(f"--load {run.url} is one checkpoint: pass the folder above it")
+    except OSError as error:
+        raise UserError(f"--load {run.url} cannot be read: {error.strerror}") from None
+    return listing if iteration is None else _listing_of_one(run.url, found, iteration)
+
+
+def _listing_of_one(folder: Path | str, found: Mapping[int, str], iteration: int) -> Listing:
+    if iteration not in found:
+        known = f"iterations {', '.join(map(str, found))}" if found else "none"
+        raise UserError(f"--load {folder} has no checkpoint {name_of(iteration)}: it has {known}")
+    return Listing((found[iteration],))
+
+
+def _agreed_listing(folder: Path, iteration: int | None, topology: Topology) -> Listing:
+    """Return what rank 0 finds in a folder that all ranks see."""
+    with topology.agreed():
+        listing = _listing(folder, iteration)
+    listings = topology.world.gather_objects(listing, "listings of the folder")
+    empty = [rank for rank, each in enumerate(listings) if not each.names]
+    if 0 < len(empty) < len(listings):
+        raise _different(folder, f"{_ranks(empty)} see no checkpoint")
+    return listings[0]
 
 
 def _listing(folder: Path, iteration: int | None) -> Listing:
@@ -132,27 +184,28 @@ def _listing(folder: Path, iteration: int | None) -> Listing:
                 f"--load {folder} holds no checkpoint of megalite: {foreign[0]} is {_FOREIGN[foreign[0]]}; "
                 f"try to convert it with {command_name('convert')}"
             )
-        if iteration is None:
-            return listing
     except OSError as error:
         raise UserError(f"--load {folder} cannot be read: {error.strerror}") from None
-    if iteration not in found:
-        known = f"iterations {', '.join(map(str, found))}" if found else "none"
-        raise UserError(f"--load {folder} has no checkpoint {name_of(iteration)}: it has {known}")
-    return Listing((found[iteration],))
+    return listing if iteration is None else _listing_of_one(folder, found, iteration)
 
 
-def _verified(checkpoint: Path, topology: Topology) -> tuple[Manifest | None, list[str]]:
+def _verified(
+    checkpoint: Path, download: Download | None, topology: Topology
+) -> tuple[Manifest | None, list[str]]:
     """Return the manifest of a checkpoint that every rank finds complete, or None and its problems."""
     manifest: Manifest | None = None
     finding = _Finding()
-    with topology.agreed():  # nothing raises here; wait for the slowest reader
+    with topology.agreed():  # waits for the slowest reader
         try:
-            manifest = read_manifest(checkpoint)
-            mine = manifest.files[topology.rank :: topology.world_size]
+            if download is not None:
+                download.fetch_texts(checkpoint.name)
+            manifest = replace(read_manifest(checkpoint), download=download)
+            mine = manifest.files[topology.rank :: topology.world_size] if download is None else ()
             finding = _Finding((), tuple(damage_of(manifest, mine)), manifest.digests[INDEX])
         except DamagedCheckpoint as error:
             finding = _Finding(error.problems, is_other_format=isinstance(error, OtherFormat))
+        except OSError as error:  # of the store or the stage: an older checkpoint would fail too
+            raise UserError(f"--load {error.filename} cannot be read: {error.strerror}") from None
     findings = topology.world.gather_objects(finding, "checks of the checkpoint")
     problems = _problems(findings)
     if all(each.is_other_format for each in findings):
@@ -189,7 +242,7 @@ class LoadPlan:
     """Tensors and settings that a run loads from a checkpoint.
 
     Attributes:
-        folder: folder of the checkpoint.
+        folder: path or URL of the checkpoint.
         progress: progress from which the run continues; iteration 0 if it loads only the weights.
         sources: names of the run's tensors to load, each with the name of the checkpoint's tensor.
         config: config of the run, with the checkpoint's learning-rate schedule if the run keeps it.
@@ -197,7 +250,7 @@ class LoadPlan:
         callbacks: states of the callbacks of the checkpoint's run; None if the run loads only the weights.
     """
 
-    folder: Path
+    folder: str
     progress: TrainingProgress
     sources: Mapping[str, str]
     config: Config
@@ -224,7 +277,7 @@ def plan_load(
     """
     description, checkpoint = manifest.description, config.checkpoint
     progress = TrainingProgress.from_record(description["progress"])
-    notices = check_compatibility(description, manifest.folder, config, topology, data)
+    notices = check_compatibility(description, manifest.title, config, topology, data)
     _check_layers(manifest, config.model.num_layers)
     _check_state(manifest, checkpoint)
     missing = _missing_buffers(manifest, wanted, checkpoint)
@@ -232,19 +285,19 @@ def plan_load(
     _check_plain_tensors(manifest, wanted)
     if missing:
         notices.append(
-            f"{few(missing)} start at their initial values: checkpoint {manifest.folder} has no such buffers"
+            f"{few(missing)} start at their initial values: checkpoint {manifest.title} has no such buffers"
         )
     if loads_optimizer(checkpoint):
         notices += _loss_scale_notices(manifest.tensors.keys(), wanted)
     elif not checkpoint.finetune:
         notices.append(
-            f"the optimizer state of {manifest.folder} is not loaded: the optimizer's moments start at zero"
+            f"the optimizer state of {manifest.title} is not loaded: the optimizer's moments start at zero"
         )
     notices += _average_notices(manifest.tensors.keys(), wanted, loads=loads_optimizer(checkpoint))
     if is_newly_untied(description, config):
         notices.append("the output weight starts as the word embedding: the checkpoint's model is tied")
     return LoadPlan(
-        manifest.folder,
+        manifest.title,
         TrainingProgress() if checkpoint.finetune else progress,
         sources,
         resumed_config(description, config),
@@ -291,7 +344,7 @@ def _check_state(manifest: Manifest, checkpoint: CheckpointConfig) -> None:
     """Raise an error if the checkpoint has no optimizer state and the run needs it."""
     if _NUM_STEPS not in manifest.tensors and loads_optimizer(checkpoint):
         raise UserError(
-            f"checkpoint {manifest.folder} has no optimizer state (it was saved with --no-save-optim, or "
+            f"checkpoint {manifest.title} has no optimizer state (it was saved with --no-save-optim, or "
             "converted): pass --no-load-optim to continue with the optimizer's moments at zero, or "
             "--finetune to start a new run from its weights"
         )
@@ -317,7 +370,7 @@ def _missing_buffers(manifest: Manifest, wanted: Tensors, checkpoint: Checkpoint
     lacking = [name for name in missing if not (has_other_updates and name.endswith(OF_TRAINING))]
     if lacking and not can_begin:
         raise UserError(
-            f"checkpoint {manifest.folder} lacks {few(lacking)}, which this model has: register constants "
+            f"checkpoint {manifest.title} lacks {few(lacking)}, which this model has: register constants "
             "with persistent=False, or pass --finetune to start a new run from its weights"
         )
     return missing
@@ -331,7 +384,7 @@ def _check_plain_tensors(manifest: Manifest, wanted: Tensors) -> None:
     known = {name for name, tensor in wanted.items() if isinstance(tensor, Tensor)} | {_NUM_STEPS}
     if unknown := sorted(name for name in plain - known if not name.startswith(_SCALER)):
         raise UserError(
-            f"checkpoint {manifest.folder} has tensors that this run does not have: {few(unknown)}; load "
+            f"checkpoint {manifest.title} has tensors that this run does not have: {few(unknown)}; load "
             "another checkpoint, or remove --load"
         )
 
@@ -359,7 +412,7 @@ def _average_notices(saved: Collection[str], wanted: Tensors, *, loads: bool) ->
 
 
 def load_checkpoint(
-    folder: Path,
+    folder: Path | StoredRun,
     tensors: Tensors,
     config: Config,
     topology: Topology,
@@ -386,7 +439,7 @@ def load_checkpoint(
     manifest = manifest or choose_checkpoint(folder, topology, config.checkpoint.load_iteration)
     if manifest is None:
         return None
-    with topology.agreed():
+    with topology.agreed(), manifest.download or nullcontext():
         try:
             plan = plan_load(manifest, tensors, config, topology, data)
             loaded = {name: tensors[name] for name in plan.sources}
@@ -394,12 +447,12 @@ def load_checkpoint(
         except UserError:
             raise
         except (OSError, ValueError) as error:
-            raise DamagedCheckpoint(manifest.folder, [str(error)]) from error
+            raise DamagedCheckpoint(manifest.title, [str(error)]) from error
         return plan
 
 
 def _newest_local(
-    folder: Path,
+    folder: Path | StoredRun,
     tensors: Tensors,
     checkpoint: CheckpointConfig,
     topology: Topology,
@@ -416,7 +469,8 @@ def _newest_local(
     newest = -1  # the newest iteration that rank 0 sees, complete or not
     if topology.rank == 0:
         with suppress(OSError):  # the next read of the folder reports it
-            newest = max(iterations_in(folder), default=-1)
+            saved = folder.iterations() if isinstance(folder, StoredRun) else iterations_in(folder)
+            newest = max(saved, default=-1)
     if topology.world.object_of_first(newest, "the newest checkpoint") >= iteration:
         log.info(
             "the non-persistent checkpoint of iteration %d is skipped: --save has a newer one", iteration

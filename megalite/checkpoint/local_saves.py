@@ -34,6 +34,7 @@ from megalite.checkpoint.manifest import (
 from megalite.checkpoint.parameter_range import Tensors
 from megalite.checkpoint.save import Contents, replace_text, sync_folder, whole_piece
 from megalite.checkpoint.save_agreement import SaveAgreement, SaveError
+from megalite.checkpoint.stored_run import StoredRun
 from megalite.checkpoint.tensor_files import FilePiece, write_file
 from megalite.config import CheckpointConfig
 from megalite.distributed.topology import Topology
@@ -43,7 +44,7 @@ from megalite.utils.log import log
 
 FLAG = "--non-persistent-local-ckpt-dir"
 _RUN_ID = "run_id"
-_ID = re.compile(r"([0-9a-f]{16}) ([0-9]+)")
+_ID = re.compile(r"([0-9a-f]{16}) (.+)")
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class LocalSaves:
         assert config.save is not None
         assert config.non_persistent_local_ckpt_dir is not None
         with topology.agreed():
-            own = _run_id(Path(config.save)) if topology.rank == 0 else ""
+            own = _run_id(config.save) if topology.rank == 0 else ""
         run = topology.world.object_of_first(own, "the run's id")
         folder = Path(config.non_persistent_local_ckpt_dir) / run / f"rank_{topology.rank:05d}"
         with topology.agreed():
@@ -218,23 +219,31 @@ def _warn_of_skipped(found: Sequence[tuple[list[int], dict[int, str]]], common: 
         log.warning("the non-persistent checkpoint of iteration %d is skipped: %s", iteration, problems[0])
 
 
-def _run_id(save: Path) -> str:
-    """Return the id of the run that saves to a folder. It is created when the run first starts.
+def _run_id(save: str) -> str:
+    """Return the id of the run that saves to a folder or URL. It is created when the run first starts.
 
-    It is stored with the folder's inode: a copy of the folder has another inode, and is another run.
+    It is stored with the folder's inode, or the URL: a copy of the folder has another one, and is another
+    run.
 
     Raises:
         UserError: the folder cannot be written.
     """
-    file = save / _RUN_ID
+    run = StoredRun.at(save)
+    if run is None:
+        make_writable(Path(save), "--save")
+    own = run.url if run else str(Path(save).stat().st_ino)
     with suppress(OSError, UnicodeDecodeError):
-        found = _ID.fullmatch(read_regular(file, 1 << 10).decode().strip())
-        if found and int(found[2]) == save.stat().st_ino:
+        content = run.objects.read(_RUN_ID) if run else read_regular(Path(save) / _RUN_ID, 1 << 10)
+        found = _ID.fullmatch(content.decode().strip())
+        if found and found[2] == own:
             return found[1]
-    make_writable(save, "--save")
     run_id = secrets.token_hex(8)
+    text = f"{run_id} {own}\n"
     try:
-        replace_text(file, f"{run_id} {save.stat().st_ino}\n")
+        if run:
+            run.objects.write(_RUN_ID, text.encode())
+        else:
+            replace_text(Path(save) / _RUN_ID, text)
     except OSError as error:
         raise UserError(f"--save {save} cannot be written ({error.strerror}): pass another folder") from None
     return run_id

@@ -16,9 +16,10 @@ import json
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -52,11 +53,11 @@ class DamagedCheckpoint(UserError):
     """Raised for a folder that is not a complete checkpoint.
 
     Attributes:
-        folder: folder of the checkpoint.
+        folder: path or URL of the checkpoint.
         problems: problems, each with the name of the file.
     """
 
-    def __init__(self, folder: Path, problems: Sequence[str]) -> None:
+    def __init__(self, folder: Path | str, problems: Sequence[str]) -> None:
         self.folder, self.problems = folder, tuple(problems)
         super().__init__(f"checkpoint {folder} cannot be read ({'; '.join(self.problems)}): load another")
 
@@ -114,6 +115,18 @@ class FileRecord:
     tensors: Mapping[str, TensorRecord]
 
 
+class FileSource(AbstractContextManager[object], Protocol):
+    """What downloads the tensor files of a checkpoint; its block ends when they are no longer needed."""
+
+    def fetch(self, name: str, files: Mapping[str, str | None]) -> None:
+        """Download files of the checkpoint of this name, each with its SHA-256, unless they are there."""
+        ...
+
+    def url_of(self, checkpoint: Path) -> str:
+        """Return the URL of a checkpoint's folder."""
+        ...
+
+
 @dataclass(frozen=True)
 class Manifest:
     """Text files of a checkpoint, read and verified.
@@ -123,6 +136,7 @@ class Manifest:
         config_text: content of config.yaml.
         tensors: pieces of each tensor, by name.
         digests: SHA-256 of every file except SHA256SUMS, by name.
+        download: where the folder's tensor files come from, if the checkpoint is in object storage.
     """
 
     folder: Path
@@ -130,6 +144,12 @@ class Manifest:
     config_text: str
     tensors: Mapping[str, tuple[TensorRecord, ...]]
     digests: Mapping[str, str]
+    download: FileSource | None = None
+
+    @property
+    def title(self) -> str:
+        """Return the path of the checkpoint, or its URL if it has been downloaded."""
+        return str(self.folder) if self.download is None else self.download.url_of(self.folder)
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -187,6 +207,23 @@ def seal(folder: Path, description: Mapping[str, Any], config_text: str, files: 
     for name, text in texts.items():
         with new_file(folder / name) as stream:
             stream.write(text.encode())
+
+
+def digests_in(folder: Path) -> dict[str, str]:
+    """Return the digests in SHA256SUMS, by file.
+
+    Raises:
+        DamagedCheckpoint: the file is missing or malformed.
+    """
+    reader = _Reader(folder)
+    lines = reader.text(SUMS).splitlines()
+    matches = [_SUM_LINE.fullmatch(line) for line in lines]
+    digests = {match[2]: match[1] for match in matches if match}
+    if len(digests) != len(lines):
+        raise reader.damaged(f"{SUMS} is damaged")
+    if missing := [name for name in TEXTS if name not in digests]:
+        raise reader.damaged(f"{SUMS} is damaged: it lacks {', '.join(missing)}")
+    return digests
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -261,13 +298,7 @@ class _Reader:
             raise self.damaged("the folder is missing")
         if not (self.folder / SUMS).exists():
             self._check_format(self._json(RUN))
-        lines = self.text(SUMS).splitlines()
-        matches = [_SUM_LINE.fullmatch(line) for line in lines]
-        digests = {match[2]: match[1] for match in matches if match}
-        if len(digests) != len(lines):
-            raise self.damaged(f"{SUMS} is damaged")
-        if missing := [name for name in TEXTS if name not in digests]:
-            raise self.damaged(f"{SUMS} is damaged: it lacks {', '.join(missing)}")
+        digests = digests_in(self.folder)
         if problems := list(filter(None, (_damage(self.folder / name, digests[name]) for name in TEXTS))):
             raise self.damaged(*problems)
         return digests

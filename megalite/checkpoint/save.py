@@ -8,10 +8,12 @@ import json
 import os
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from megalite.checkpoint.manifest import WRITTEN, FileRecord, TensorRecord, seal
 from megalite.checkpoint.parameter_range import ParameterRange, Tensors
 from megalite.checkpoint.progress import STATES, TrainingProgress
 from megalite.checkpoint.save_agreement import SaveAgreement, SaveError
+from megalite.checkpoint.stored_run import StoredRun
 from megalite.checkpoint.tensor_files import FilePiece, write_file
 from megalite.config import Config, to_yaml
 from megalite.data.corpus_record import DataRecord
@@ -156,24 +159,39 @@ class Save:
     """Checkpoint that any layout can load.
 
     Attributes:
-        folder: folder of all checkpoints of the run, which every rank sees.
+        folder: folder of all checkpoints of the run, which every rank sees; in object storage, each rank
+            uploads its files.
         file_name: unique name for this rank's file, or for two files with numbers.
         keep_last, keep_every: which older checkpoints to keep; all if both are None.
         confirmed: iteration up to which the run is known to be good; its last checkpoint is kept.
         lease: lease on the folder; None if no other run can write there.
+        cleans_up: whether to delete what killed runs have uploaded.
+        is_written: set once the tensors are in files, so that training may change them; what follows is the
+            upload.
     """
 
-    folder: Path
+    folder: Path | StoredRun
     contents: Contents
     file_name: str
     keep_last: int | None = None
     keep_every: int | None = None
     confirmed: int | None = None
     lease: FolderLease | None = None
+    cleans_up: bool = False
+    is_written: threading.Event = field(default_factory=threading.Event)
 
     @property
-    def final(self) -> Path:
-        return self.folder / name_of(self.contents.iteration)
+    def name(self) -> str:
+        return name_of(self.contents.iteration)
+
+    @property
+    def final(self) -> str:
+        """Return the path or URL of the checkpoint."""
+        return f"{self.folder}/{self.name}"
+
+    @property
+    def uploads(self) -> bool:
+        return isinstance(self.folder, StoredRun)
 
     def run(self, agreement: SaveAgreement, pieces: Mapping[str, FilePiece]) -> None:
         """Write the checkpoint; every rank must call this.
@@ -185,32 +203,39 @@ class Save:
             SaveError: a rank failed. Every rank raises it, and no partial checkpoint remains.
         """
         start_time = time.time()
+        root = self.folder.stage if isinstance(self.folder, StoredRun) else self.folder
         partial: Path | None = None
         try:
-            partial = self.folder / agreement.from_first("begin", self._begin)
+            partial = root / agreement.from_first("begin", lambda: self._begin(root))
             agreement.from_all(
                 "files",
                 lambda: self._write(partial, pieces),
                 lambda records: self._commit(partial, records, start_time),
             )
         except SaveError as error:
-            if agreement.is_first and partial is not None:
-                shutil.rmtree(partial, ignore_errors=True)
-            raise SaveError(
-                f"checkpoint {self.final} cannot be written ({error}): free space or change --save; "
-                "every rank must see the folder"
-            ) from None
+            advice = "free space or change --save; every rank must see the folder"
+            if isinstance(self.folder, StoredRun):
+                advice = "free space in --save-stage, or change --save"
+                if agreement.is_first and partial is not None:
+                    with suppress(OSError):
+                        self.folder.discard(self.name, _token(partial))
+            raise SaveError(f"checkpoint {self.final} cannot be written ({error}): {advice}") from None
+        finally:
+            self.is_written.set()
+            if partial is not None and (agreement.is_first or self.uploads):
+                shutil.rmtree(partial, ignore_errors=True)  # by now renamed or uploaded, or useless
 
-    def _begin(self) -> str:
+    def _begin(self, root: Path) -> str:
         """Create the folder that all ranks write to, and return its name.
 
         If the folder of checkpoints is gone, it is not created again, because a lost file system leaves an
         empty mount point.
         """
         self._check_lease()
-        remove_leftovers(self.folder)
-        partial = partial_name(self.final)
-        partial.mkdir()
+        partial = partial_name(root / self.name)
+        if not self.uploads:
+            remove_leftovers(root)
+            partial.mkdir()
         return partial.name
 
     def _check_lease(self) -> None:
@@ -226,20 +251,29 @@ class Save:
         if sum(piece.num_bytes for piece in pieces.values()) >= _SPLIT_BYTES:
             shares = _divide(pieces, 2, sys.maxsize)
             files = [{name: pieces[name] for name, *_ in share} for share in shares if share]
-        names = [self.file_name]
-        if len(files) > 1:
-            stem = self.file_name.removesuffix(".safetensors")
-            names = [f"{stem}_{number}.safetensors" for number in range(len(files))]
+        if isinstance(self.folder, StoredRun):
+            self.folder.make_stage(partial)
+        stem = self.file_name.removesuffix(".safetensors")
+        if self.uploads:  # files of an earlier save of this iteration must not be replaced
+            stem += f".{_token(partial)}"
+        names = [f"{stem}_{number}.safetensors" for number in range(len(files))]
+        if len(files) == 1:
+            names = [f"{stem}.safetensors"]
         if not files:
             return "[]"
         with ThreadPoolExecutor(len(files), "write-checkpoint") as pool:
-            records = pool.map(lambda name, pieces: write_file(partial / name, pieces), names, files)
-            return json.dumps(
-                [
-                    [file.name, file.sha256, {name: record.record() for name, record in file.tensors.items()}]
-                    for file in records
-                ]
-            )
+            records = list(pool.map(lambda name, pieces: write_file(partial / name, pieces), names, files))
+        self.is_written.set()
+        if isinstance(self.folder, StoredRun):
+            for file in names:
+                self.folder.objects.upload(f"{self.name}/{file}", partial / file)
+                (partial / file).unlink()
+        return json.dumps(
+            [
+                [file.name, file.sha256, {name: record.record() for name, record in file.tensors.items()}]
+                for file in records
+            ]
+        )
 
     def _commit(self, partial: Path, records: Sequence[str], start_time: float) -> None:
         files = [
@@ -251,19 +285,32 @@ class Save:
         # Both times in seconds since 1970: the dates of files change when a folder is copied.
         written = {"start_time": start_time, "end_time": time.time()}
         seal(partial, {**contents.description, WRITTEN: written}, contents.config_text, files)
-        sync_folder(partial)
-        self._check_lease()
-        put_in_place(partial, self.final)
-        sync_folder(self.folder)
-        replace_text(self.folder / LATEST, self.final.name + "\n", self._check_lease)
+        kept = contents.iteration, self.keep_last, self.keep_every, self.confirmed
+        if isinstance(self.folder, StoredRun):
+            self.folder.publish(partial, self.name, [file.name for file in files], self._check_lease)
+        else:
+            sync_folder(partial)
+            self._check_lease()
+            put_in_place(partial, self.folder / self.name)
+            sync_folder(self.folder)
+            replace_text(self.folder / LATEST, self.name + "\n", self._check_lease)
         self._check_lease()
         try:
-            for name in prune(
-                self.folder, contents.iteration, self.keep_last, self.keep_every, self.confirmed
-            ):
-                log.info("deleted checkpoint %s", self.folder / name)
+            if isinstance(self.folder, StoredRun):
+                if self.cleans_up:
+                    self.folder.remove_incomplete(contents.iteration)
+                deleted = self.folder.prune(*kept)
+            else:
+                deleted = prune(self.folder, *kept)
+            for name in deleted:
+                log.info("deleted checkpoint %s/%s", self.folder, name)
         except OSError as error:
             log.warning("an old checkpoint in %s cannot be deleted: %s", self.folder, error)
+
+
+def _token(partial: Path) -> str:
+    """Return the random part of a name from `partial_name`."""
+    return partial.name.split(".")[2]
 
 
 def sync_folder(folder: Path) -> None:

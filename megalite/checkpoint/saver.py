@@ -22,6 +22,7 @@ from megalite.checkpoint.local_saves import LocalSave, LocalSaves
 from megalite.checkpoint.parameter_range import Tensors
 from megalite.checkpoint.save import Contents, Save, plan_save, replace_text, whole_piece
 from megalite.checkpoint.save_agreement import SaveAgreement, SaveError
+from megalite.checkpoint.stored_run import StoredRun
 from megalite.checkpoint.tensor_files import FilePiece
 from megalite.config import CheckpointConfig
 from megalite.distributed.axis import CHECKPOINT
@@ -35,7 +36,7 @@ from megalite.utils.log import log
 class StoreLost(SaveError):
     """Raised if the ranks can no longer agree on any save, because the store is gone."""
 
-    def __init__(self, final: Path, reason: str) -> None:
+    def __init__(self, final: Path | str, reason: str) -> None:
         super().__init__(
             f"checkpoint {final} cannot be written: the store through which the ranks agree is gone "
             f"({reason}), as when the launcher was killed; start the run again"
@@ -100,6 +101,8 @@ class Saver:
     is running, it is skipped with a warning. The last save of a run waits for the running one, and is then
     written immediately.
 
+    To object storage, a thread uploads the files also without `async_save`; the next save then waits for it.
+
     A failed save is logged, and training continues to the next one, unless the config requests an exit. It is
     an error if the last save fails, or if the lease on the folder is lost, because the run can then save
     nothing more.
@@ -117,6 +120,9 @@ class Saver:
         self._config = config
         self._topology = topology
         self._lease = lease
+        self._folder: Path | StoredRun | None = None
+        if config.save is not None:
+            self._folder = StoredRun.at(config.save, config.save_stage) or Path(config.save)
         self.local = LocalSaves.of(config, topology)
         self._copy = HostCopy(topology.device)
         self._running: _RunningSave | None = None
@@ -124,6 +130,7 @@ class Saver:
         self._confirmed: int | None = None
         self._name: str | None = None
         self._num_saves = 0
+        self._cleans_up = True
 
     def training_from(self, iteration: int) -> Saver:
         """Delete non-persistent saves of other iterations when training begins; return self to enter it."""
@@ -164,14 +171,14 @@ class Saver:
             UserError: the config has no folder.
             SaveError: this save or an earlier one failed, and the run must end. Every rank raises it.
         """
-        folder = self._config.save
-        if folder is None:
+        if self._folder is None:
             raise UserError("a checkpoint is to be saved, and there is no folder for it: pass --save FOLDER")
         is_local = self._running is not None and isinstance(self._running.job, LocalSave)
-        if self._must_skip(contents.iteration, "--save-interval", waits=is_last or is_local):
+        waits = is_last or is_local or not self._config.async_save
+        if self._must_skip(contents.iteration, "--save-interval", waits=waits):
             return
         keep = self._config.keep_last, self._config.keep_every, self._confirmed
-        job = Save(Path(folder), contents, _file_name(self._topology), *keep, self._lease)
+        job = Save(self._folder, contents, _file_name(self._topology), *keep, self._lease, self._cleans_up)
         with self._topology.events.during(CHECKPOINT):
             self._begin(job, plan_save(self._unchanging(tensors), self._topology), is_last)
 
@@ -244,12 +251,15 @@ class Saver:
         if self.local is not None:
             self.local.keep_only(after)
         text = ""
-        if self._topology.rank == 0 and self._config.save is not None:
-            folder = Path(self._config.save)
+        if self._topology.rank == 0 and (folder := self._folder) is not None:
             try:
                 if self._lease is not None:
                     self._lease.check()
-                text = _withdraw(folder, after, until)
+                if isinstance(folder, StoredRun):
+                    names, good = folder.withdraw(after, until)
+                else:
+                    names, good = _withdraw(folder, after, until)
+                text = _withdrawn_text(folder, names, good)
             except (OSError, LeaseLost) as error:
                 text = f"do not load checkpoints of {folder} after iteration {after}: {first_line(error)}"
         text = self._topology.world.object_of_first(text, "checkpoints")
@@ -269,7 +279,10 @@ class Saver:
         return True
 
     def _begin(self, job: Save | LocalSave, pieces: Mapping[str, FilePiece], is_last: bool = False) -> None:
-        """Start a job on pieces that nothing else writes to; without a thread, also finish it."""
+        """Start a job on pieces that nothing else writes to; without a thread, also finish it.
+
+        Uploads always have a thread: training waits only until its tensors are in files.
+        """
         in_background = self._config.async_save and not is_last
         moved = {  # host memory, which offloaded state is in, is written directly
             name: piece
@@ -282,6 +295,10 @@ class Saver:
         if in_background:
             log.info("saving checkpoint %s in the background", job.final)
             running.start()
+        elif isinstance(job, Save) and job.uploads and not is_last:
+            running.start()
+            job.is_written.wait()
+            log.info("uploading checkpoint %s in the background", job.final)
         else:
             running.run()
             self._end(is_last)
@@ -306,6 +323,7 @@ class Saver:
             self._failure = error
         if error is None:
             log.info("saved checkpoint %s", running.job.final)
+            self._cleans_up &= isinstance(running.job, LocalSave)
             if self.local is not None and isinstance(running.job, Save):
                 if is_last:
                     self.local.remove_all()
@@ -344,8 +362,8 @@ class Saver:
         return int(number.item())
 
 
-def _withdraw(folder: Path, after: int, until: int) -> str:
-    """Rename the checkpoints of the iterations (after, until]; return the text of `Saver.withdraw`."""
+def _withdraw(folder: Path, after: int, until: int) -> tuple[list[str], str | None]:
+    """Rename the checkpoints of the iterations (after, until]; see `StoredRun.withdraw`."""
     withdrawn = []
     for iteration, name in iterations_in(folder).items():
         if after < iteration <= until:
@@ -358,10 +376,12 @@ def _withdraw(folder: Path, after: int, until: int) -> str:
         replace_text(folder / LATEST, name_of(good))
     elif withdrawn:
         (folder / LATEST).unlink(missing_ok=True)
-    best = "no checkpoint is good"
-    if good is not None:
-        best = f"the last good checkpoint is {folder / name_of(good)}"
-    return f"{best} (renamed: {few(withdrawn)})" if withdrawn else best
+    return withdrawn, None if good is None else name_of(good)
+
+
+def _withdrawn_text(folder: Path | StoredRun, withdrawn: list[str], good: str | None) -> str:
+    best = "no checkpoint is good" if good is None else f"the last good checkpoint is {folder}/{good}"
+    return f"{best} (withdrawn: {few(withdrawn)})" if withdrawn else best
 
 
 def _file_name(topology: Topology) -> str:

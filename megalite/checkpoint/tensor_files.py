@@ -342,11 +342,13 @@ class ReadTarget:
 
 
 def read_targets(manifest: Manifest, targets: Iterable[ReadTarget]) -> None:
-    """Fill the targets; raise the same errors as `read_tensors`."""
+    """Fill the targets; raise the same errors as `read_tensors`, and those of `Download.fetch`."""
     wanted: dict[str, list[tuple[ReadTarget, TensorRecord]]] = {}
     for target in targets:
         for record in target.pieces(manifest.tensors.get(target.name, ())):
             wanted.setdefault(record.file, []).append((target, record))
+    if manifest.download is not None:
+        manifest.download.fetch(manifest.folder.name, {file: manifest.digests[file] for file in wanted})
     for file in sorted(wanted):
         with open_tensors(manifest, file) as handle:
             for target, record in wanted[file]:

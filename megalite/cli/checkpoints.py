@@ -7,6 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 from megalite.checkpoint.convert import upcycle as upcycling
 from megalite.checkpoint.convert.average import average, last_checkpoints, moving_average
@@ -14,6 +15,7 @@ from megalite.checkpoint.convert.convert import Conversion
 from megalite.checkpoint.convert.model_settings import Settings
 from megalite.checkpoint.convert.source import KINDS
 from megalite.checkpoint.convert.target import TARGETS
+from megalite.checkpoint.stored_run import local_copy, run_at
 from megalite.frontends.tool_parser import ToolParser, local_path, positive_int
 from megalite.report import checkpoint_inspection
 from megalite.report.checkpoint_inspection import open_view
@@ -40,7 +42,7 @@ def convert(arguments: Sequence[str]) -> None:
     """
     parser = ToolParser(description=convert.__doc__)
     add = parser.add_argument
-    add("--load", type=local_path, required=True, metavar="FOLDER", help="checkpoint to convert")
+    add("--load", type=run_at, required=True, metavar="FOLDER", help="checkpoint to convert")
     add("--save", type=local_path, required=True, metavar="FOLDER", help="new folder to write")
     add("--from", dest="source", choices=sorted(KINDS), help="format of --load; detected by default")
     add(
@@ -60,10 +62,11 @@ def convert(arguments: Sequence[str]) -> None:
     add("--ema", action="store_true", help="convert the average of the weights, of a run with --ema-decay")
     own, rest = parser.parse_known_args(arguments)
     configure_logging(rank=0)
-    Conversion(
-        *(own.load, own.save, own.source, own.target, own.load_iteration, own.max_shard_size),
-        *(Settings(rest), own.check, own.ema),
-    ).run()
+    with local_copy(own.load, own.load_iteration) as folder:
+        Conversion(
+            *(folder, own.save, own.source, own.target, own.load_iteration, own.max_shard_size),
+            *(Settings(rest), own.check, own.ema),
+        ).run()
 
 
 def _size(text: str) -> int:
@@ -87,12 +90,12 @@ def inspect(arguments: Sequence[str]) -> None:
     """
     parser = ToolParser(description=inspect.__doc__)
     add = parser.add_argument
-    add("folder", type=local_path, metavar="FOLDER", help="checkpoint to inspect")
+    add("folder", type=run_at, metavar="FOLDER", help="checkpoint to inspect")
     add("--load-iteration", type=int, metavar="N", help="iteration in a run's folder; by default the latest")
     add("--verify", action="store_true", help="read every byte and compare it with SHA256SUMS")
     add("--norms", action="store_true", help="show norm, extremes, NaN and infinities of each tensor")
     add("--json", action="store_true", help="print one JSON object")
-    add("--diff", type=local_path, metavar="OTHER", help="compare with the checkpoint in this folder")
+    add("--diff", type=run_at, metavar="OTHER", help="compare with the checkpoint in this folder")
     flags = parser.parse_args(arguments)
     configure_logging(rank=0, stream=sys.stderr)  # progress: standard output has the report alone
     sys.exit(0 if (_difference(flags) if flags.diff else _report(flags)) else 1)
@@ -100,8 +103,9 @@ def inspect(arguments: Sequence[str]) -> None:
 
 def _report(flags: argparse.Namespace) -> bool:
     """Print one checkpoint; return whether it is undamaged."""
-    view = open_view(flags.folder, flags.load_iteration)
-    report = checkpoint_inspection.inspect(view, verify=flags.verify, norms=flags.norms)
+    with local_copy(flags.folder, flags.load_iteration) as folder:
+        view = open_view(folder, flags.load_iteration)
+        report = checkpoint_inspection.inspect(view, verify=flags.verify, norms=flags.norms)
     print(json.dumps(report.record()) if flags.json else "\n".join(checkpoint_inspection.lines_of(report)))
     return not report.damage
 
@@ -110,8 +114,11 @@ def _difference(flags: argparse.Namespace) -> bool:
     """Print the difference between two checkpoints; return whether they are equal."""
     if flags.verify or flags.norms:
         raise UserError("--verify and --norms are for one checkpoint: remove them, or --diff")
-    views = [open_view(folder, flags.load_iteration) for folder in (flags.folder, flags.diff)]
-    comparison = checkpoint_inspection.compare(*views)
+    both = flags.folder, flags.diff
+    with ExitStack() as copies:
+        folders = [copies.enter_context(local_copy(each, flags.load_iteration)) for each in both]
+        views = [open_view(folder, flags.load_iteration) for folder in folders]
+        comparison = checkpoint_inspection.compare(*views)
     lines = comparison.lines()
     print(json.dumps(comparison.record()) if flags.json else "\n".join(lines))
     return comparison.is_equal
@@ -130,7 +137,7 @@ def merge_checkpoints(arguments: Sequence[str]) -> None:
     """
     parser = ToolParser(description=merge_checkpoints.__doc__)
     add = parser.add_argument
-    add("--load", type=local_path, nargs="+", required=True, metavar="FOLDER", help="checkpoints to average")
+    add("--load", type=run_at, nargs="+", required=True, metavar="FOLDER", help="checkpoints to average")
     add("--last", type=positive_int, metavar="N", help="average the last N checkpoints of the run in --load")
     add("--weights", type=float, nargs="+", metavar="W", help="one per checkpoint; by default all are equal")
     add(
@@ -143,12 +150,13 @@ def merge_checkpoints(arguments: Sequence[str]) -> None:
     add("--params-dtype", choices=("fp32", "bf16", "fp16", "fp64"), help="by default the last checkpoint's")
     own = parser.parse_args(arguments)
     configure_logging(rank=0)
-    checkpoints = own.load
-    if own.last is not None:
-        if len(own.load) > 1:
-            raise UserError(f"--last {own.last} is for the folder of one run, not {len(own.load)} folders")
-        checkpoints = last_checkpoints(own.load[0], own.last)
-    average(checkpoints, _weights(own, len(checkpoints)), own.save, own.params_dtype)
+    if own.last is not None and len(own.load) > 1:
+        raise UserError(f"--last {own.last} is for the folder of one run, not {len(own.load)} folders")
+    with ExitStack() as copies:
+        checkpoints = [copies.enter_context(local_copy(each, last=own.last or 1)) for each in own.load]
+        if own.last is not None:
+            checkpoints = last_checkpoints(checkpoints[0], own.last)
+        average(checkpoints, _weights(own, len(checkpoints)), own.save, own.params_dtype)
 
 
 def _weights(own: argparse.Namespace, count: int) -> list[float]:
@@ -178,7 +186,7 @@ def upcycle(arguments: Sequence[str]) -> None:
     """
     parser = ToolParser(description=upcycle.__doc__)
     add = parser.add_argument
-    add("--load", type=local_path, required=True, metavar="FOLDER", help="dense checkpoint")
+    add("--load", type=run_at, required=True, metavar="FOLDER", help="dense checkpoint")
     add("--save", type=local_path, required=True, metavar="FOLDER", help="new folder to write")
     add("--num-experts", type=positive_int, required=True, metavar="E", help="experts of a layer")
     add(
@@ -199,4 +207,5 @@ def upcycle(arguments: Sequence[str]) -> None:
     own = parser.parse_args(arguments)
     configure_logging(rank=0)
     sizes = upcycling.ExpertSizes(own.num_experts, own.moe_router_topk, own.granularity)
-    upcycling.upcycle(own.load, sizes, own.save, own.seed)
+    with local_copy(own.load) as folder:
+        upcycling.upcycle(folder, sizes, own.save, own.seed)

@@ -6,7 +6,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from megalite.config.option import LOCAL_PATH, NOT_NEGATIVE, POSITIVE, SIZE, AnyOf, OnResume, Setting, option
+from megalite.config.option import (
+    FOLDER_OR_S3,
+    LOCAL_PATH,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SIZE,
+    AnyOf,
+    OnResume,
+    Setting,
+    option,
+)
+from megalite.utils.object_store import is_s3, local_folder
 
 NonPersistentType = Literal["local"]
 
@@ -25,10 +36,19 @@ class CheckpointConfig:
 
     default_on_resume: ClassVar[OnResume] = OnResume.FREE
 
-    save: str | None = option(None, allowed=LOCAL_PATH)
-    """Folder to save checkpoints to, at each --save-interval and at the end of the run."""
-    load: str | None = option(None, allowed=LOCAL_PATH)
-    """Folder to load the latest checkpoint from; the run resumes from it."""
+    save: str | None = option(None, allowed=FOLDER_OR_S3)
+    """Folder to save checkpoints to, at each --save-interval and at the end of the run; or s3://BUCKET/FOLDER,
+    to which the ranks upload their files while training continues."""
+    load: str | None = option(None, allowed=FOLDER_OR_S3)
+    """Folder, or s3://BUCKET/FOLDER, to load the latest checkpoint from; the run resumes from it."""
+    save_stage: str | None = option(
+        None,
+        differs_between_ranks=True,
+        allowed=LOCAL_PATH,
+        only_with=AnyOf(("save", "load"), "neither --save nor --load is a URL", is_s3),
+    )
+    """Folder on each node's disk for files on their way to and from object storage. By default the folder of
+    temporary files."""
     load_iteration: int | None = option(None, "--ckpt-step", allowed=NOT_NEGATIVE, only_with="load")
     """Iteration of the checkpoint to load. By default the latest one."""
     save_interval: int | None = option(None, "--persistent-save-interval", allowed=POSITIVE, only_with="save")
@@ -81,6 +101,11 @@ class CheckpointConfig:
     def saves_at_intervals(self) -> bool:
         """Return whether checkpoints are saved before the end of the run."""
         return self.save_interval is not None or self.save_interval_minutes is not None
+
+    @property
+    def run_folder(self) -> str | None:
+        """Return the folder on this machine for the run's other files: --save, or a part of the stage."""
+        return None if self.save is None else str(local_folder(self.save, self.save_stage))
 
     @property
     def loads_own(self) -> bool:

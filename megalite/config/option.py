@@ -10,6 +10,7 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from megalite.utils.files import url_problem
+from megalite.utils.object_store import is_s3
 
 _KEY = "option"
 
@@ -43,10 +44,15 @@ ZERO_STAGE = Range(lambda value: value in (0, 1, 2, 3), "0, 1, 2 or 3")
 SEED = Range(lambda value: 0 <= value < 2**32, "at least 0 and below 2**32")
 LOCAL_PATH = Range(
     lambda path: not url_problem(path),
-    "a path on this machine or on a mounted file system; only corpora can be in object storage",
+    "a path on this machine or on a mounted file system; object storage holds corpora and checkpoints alone",
     "is a URL: pass",
 )
 """Paths of folders and files. A URL would create a folder such as `s3:` in the working directory."""
+FOLDER_OR_S3 = Range(
+    lambda path: not url_problem(path) or is_s3(path),
+    "a path on this machine or on a mounted file system, or s3://BUCKET/FOLDER",
+    "is a URL: pass",
+)
 
 
 class OnResume(Enum):
@@ -87,15 +93,16 @@ class Setting:
 
 @dataclass(frozen=True)
 class AnyOf:
-    """Condition that at least one of several fields is set."""
+    """Condition that at least one of several fields is set, or has a value that holds."""
 
     fields: tuple[str, ...]
     why: str
     """Why another field has no effect without all of them."""
+    holds: Callable[[Any], bool] = bool
 
     def is_met_in(self, values: Mapping[str, Any]) -> bool:
         """Return whether the values of the fields meet the condition."""
-        return any(map(values.get, self.fields))
+        return any(self.holds(values[field]) for field in self.fields)
 
 
 def other_than(*values: Any) -> Range:

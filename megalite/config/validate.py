@@ -192,7 +192,7 @@ def _parallel_reasons(config: Config, world_size: int | None) -> Iterator[tuple[
 def _logging_reasons(config: Config, world_size: int | None) -> Iterator[tuple[str, str]]:
     """Yield each option of logs, traces and profilers that has no effect in this config, with the reason."""
     logging, last = config.logging, config.training.train_iters
-    if not (logging.has_dashboards or logging.metrics_path(config.checkpoint.save)):
+    if not (logging.has_dashboards or logging.metrics_path(config.checkpoint.run_folder)):
         yield "log_experts_interval", "there is no metrics file, and --tensorboard-dir is not set"
     if config.parallel.tp == config.parallel.pp == replicas(config, world_size) == 1:
         yield "log_straggler_interval", "there is only one rank"

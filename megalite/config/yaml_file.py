@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Collection, Iterator
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +18,7 @@ from megalite.config.config import Config
 from megalite.config.fields import ConfigField, config_fields, fields_by_flag, normalised
 from megalite.utils.errors import UserError
 from megalite.utils.files import read_regular, read_yaml_file
+from megalite.utils.object_store import ObjectFolder, is_s3
 
 if TYPE_CHECKING:
     import yaml
@@ -132,32 +135,57 @@ def read_checkpoint_model(checkpoint: CheckpointConfig, diagnostics: Diagnostics
     """
     if checkpoint.load is None:
         return {}  # reported by a rule of the config
-    folder = _find_checkpoint(Path(checkpoint.load), checkpoint.load_iteration)
-    if folder is None:
-        diagnostics.notices.append(
-            f"--use-checkpoint-args: there is no checkpoint in --load {checkpoint.load} yet, so the flags "
-            "define the model"
-        )
-        return {}
-    settings = read_yaml(str(folder / "config.yaml"), diagnostics)
+    with tempfile.TemporaryDirectory() as downloads:
+        if is_s3(checkpoint.load):
+            folder = _download_config(checkpoint.load, checkpoint.load_iteration, Path(downloads))
+        else:
+            folder = _find_checkpoint(Path(checkpoint.load), checkpoint.load_iteration)
+        if folder is None:
+            diagnostics.notices.append(
+                f"--use-checkpoint-args: there is no checkpoint in --load {checkpoint.load} yet, so the "
+                "flags define the model"
+            )
+            return {}
+        settings = read_yaml(str(folder / "config.yaml"), diagnostics)
     return {name: setting for name, setting in settings.items() if setting.field.group == "model"}
+
+
+def _download_config(url: str, iteration: int | None, folder: Path) -> Path | None:
+    """Download the config of the checkpoint that `_find_checkpoint` would choose; return None without it.
+
+    Raises:
+        UserError: object storage cannot be read.
+    """
+    objects = ObjectFolder(url)
+    try:
+        for name in _candidates(objects.list_top()[0], lambda: objects.read("latest"), iteration):
+            with suppress(FileNotFoundError):
+                objects.download(f"{name}/config.yaml", folder / "config.yaml")
+                return folder
+    except OSError as error:
+        raise UserError(f"--load {url} cannot be read: {error.strerror}") from None
+    return None
 
 
 def _find_checkpoint(folder: Path, iteration: int | None) -> Path | None:
     """Return the checkpoint to load, chosen by name alone; loading checks its content later."""
-    if iteration is not None:
-        names = [f"iter_{iteration:07d}"]
-    else:
-        try:
-            latest = read_regular(folder / "latest", 256).decode().strip()
-        except (OSError, UnicodeError):
-            latest = ""
-        names = [latest, *sorted((path.name for path in folder.glob("iter_*")), reverse=True)]
-    for name in names:
+    found = [path.name for path in folder.glob("iter_*")]
+    for name in _candidates(found, lambda: read_regular(folder / "latest", 256), iteration):
         file = folder / name / "config.yaml"
-        if _CHECKPOINT.fullmatch(name) and file.is_file() and file.stat().st_size <= _MAX_CONFIG_BYTES:
+        if file.is_file() and file.stat().st_size <= _MAX_CONFIG_BYTES:
             return file.parent
     return None
+
+
+def _candidates(found: Sequence[str], read_latest: Callable[[], bytes], iteration: int | None) -> list[str]:
+    """Return the names of the checkpoints to try, in order."""
+    if iteration is not None:
+        return [f"iter_{iteration:07d}"]
+    try:
+        latest = read_latest().decode().strip()
+    except (OSError, UnicodeError):
+        latest = ""
+    return [name for name in (latest, *sorted(found, reverse=True)) if _CHECKPOINT.fullmatch(name)]
 
 
 _UNPRINTABLE = re.compile("[^\x20-\x7e]")

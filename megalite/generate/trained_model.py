@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -18,6 +18,7 @@ from megalite.checkpoint.convert.model_settings import parameters_of, without_tr
 from megalite.checkpoint.full_tensors import check_averages, check_weights
 from megalite.checkpoint.load import choose_checkpoint
 from megalite.checkpoint.manifest import CONFIG, DamagedCheckpoint, Manifest, saved_config
+from megalite.checkpoint.stored_run import StoredRun, run_at
 from megalite.checkpoint.tensor_files import read_tensors
 from megalite.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainingConfig, check_config
 from megalite.config.option import flag_of
@@ -27,7 +28,7 @@ from megalite.data.tokenizers.tokenizer_digest import end_of_document, tokenizer
 from megalite.distributed.agreement import code_record
 from megalite.distributed.rendezvous import Launch
 from megalite.distributed.topology import Topology
-from megalite.frontends.tool_parser import ToolParser, local_path, positive_int
+from megalite.frontends.tool_parser import ToolParser, positive_int
 from megalite.model.bert_stage import STAGES
 from megalite.model.stage import DTYPES
 from megalite.model.transformer_stage import TransformerStage
@@ -57,7 +58,7 @@ class ModelFlags:
         ema: load the average of the weights that a run with --ema-decay has saved.
     """
 
-    load: Path
+    load: Path | StoredRun
     iteration: int | None
     dtype: str | None
     parallel: ParallelConfig
@@ -69,7 +70,10 @@ class ModelFlags:
         """Add the flags to a parser."""
         model = parser.add_argument_group("the model")
         model.add_argument(
-            "--load", required=True, type=local_path, help="folder with the checkpoints of a run (its --save)"
+            "--load",
+            required=True,
+            type=run_at,
+            help="folder of the checkpoints of a run (its --save)",
         )
         model.add_argument(
             "--load-iteration", type=positive_int, help="iteration of the checkpoint (default: the latest)"
@@ -271,11 +275,11 @@ def load_model(
         f"model.{name}": ParameterShard.whole(buffer, buffer_spec(buffer), is_buffer=True)
         for name, buffer in stage.named_buffers()
     }
-    with topology.agreed():
+    with topology.agreed(), trained.manifest.download or nullcontext():
         check_weights(trained.manifest, parameters_of(model), model.num_layers)
         try:
             read_tensors(trained.manifest, parts, topology)
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             raise DamagedCheckpoint(trained.manifest.folder, [str(error)]) from error
     return stage.eval()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -11,8 +11,10 @@ from pathlib import Path
 import torch
 
 from megalite import kernels
+from megalite.checkpoint.folder import iterations_in
 from megalite.checkpoint.load import LoadPlan
 from megalite.checkpoint.progress import CallbackStates
+from megalite.checkpoint.stored_run import StoredRun
 from megalite.config import CheckpointConfig, Config, OptimizerConfig, ParallelConfig, check_config, to_yaml
 from megalite.config.fields import config_fields
 from megalite.config.fp8 import EXPERT_NOTES
@@ -34,6 +36,7 @@ from megalite.train.telemetry.writers import Writers
 from megalite.train.trainer import Trainer
 from megalite.utils.errors import UserError, counted
 from megalite.utils.log import configure_logging, log, log_notes
+from megalite.utils.object_store import is_s3
 from megalite.utils.torch_versions import untested_warning
 
 
@@ -68,7 +71,7 @@ def bind_to_cores(parallel: ParallelConfig, device: torch.device) -> None:
 
 def listen(config: Config, launch: Launch) -> AbstractContextManager[StopSignals]:
     """Listen for signals that end the run early; rank 0 writes the requeue note for a scheduler."""
-    note = RequeueNote(config.checkpoint.save if launch.rank == 0 else None)
+    note = RequeueNote(config.checkpoint.run_folder if launch.rank == 0 else None)
     return stop_signals(config.training.exit_signals, note)
 
 
@@ -80,7 +83,7 @@ def open_writers(run: RunContext) -> Writers:
     """
     config = run.config
     with run.topology.agreed():
-        return Writers(config.logging, run.topology, to_yaml(config), config.checkpoint.save, run.lease)
+        return Writers(config.logging, run.topology, to_yaml(config), config.checkpoint.run_folder, run.lease)
 
 
 _NAMED = ("dp", "tp", "pp")
@@ -275,12 +278,26 @@ def check_load_folder(config: CheckpointConfig, launch: Launch, topology: Topolo
     """
     may_be_empty = config.loads_own or config.non_persistent_local_ckpt_dir is not None or launch.restarts
     with topology.agreed():
-        if config.load and not may_be_empty and not any(Path(config.load).glob("iter_*")):
+        if config.load and not may_be_empty and topology.rank == 0 and not _iterations(config.load):
             raise _no_checkpoint(config.load)
 
 
+def _iterations(folder: str) -> Collection[int]:
+    """Return the iterations of the checkpoints in a folder or in object storage.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    try:
+        run = StoredRun.at(folder)
+        return run.iterations() if run else iterations_in(Path(folder))
+    except OSError as error:
+        raise UserError(f"{folder} cannot be read: {error.strerror}") from None
+
+
 def _no_checkpoint(folder: str) -> UserError:
-    there = "holds no checkpoint of megalite" if Path(folder).exists() else "does not exist"
+    is_there = is_s3(folder) or Path(folder).exists()
+    there = "holds no checkpoint of megalite" if is_there else "does not exist"
     return UserError(f"--load {folder} {there}: pass the folder that --save wrote, or omit it")
 
 
@@ -309,7 +326,7 @@ def _resume_own(trainer: Trainer) -> LoadPlan | None:
 
 def _warn_of_other_checkpoints(trainer: Trainer) -> None:
     save = trainer.config.checkpoint.save
-    if save and (Path(save) / "latest").exists():
+    if save and _iterations(save):
         log.warning(
             "--save %s holds checkpoints, but none of them is loaded: pass --load %s to resume from them, or "
             "another --save folder for a new run",

@@ -332,7 +332,7 @@ class PipelineTracing(Callback):
             UserError: the file's folder cannot be written; raised on every rank.
         """
         config, topology = loop.trainer.config, loop.trainer.topology
-        self._path = trace_path(config.logging, config.checkpoint.save)
+        self._path = trace_path(config.logging, config.checkpoint.run_folder)
         with topology.agreed():
             if topology.is_reporter:
                 make_writable(self._path.parent, _folder_flag(config.logging))

@@ -15,6 +15,7 @@ from megalite.checkpoint.load import LoadPlan, load_checkpoint
 from megalite.checkpoint.progress import TrainingProgress
 from megalite.checkpoint.save import Contents
 from megalite.checkpoint.saver import Saver
+from megalite.checkpoint.stored_run import StoredRun
 from megalite.config import Config
 from megalite.data.batch_loader import NUM_AHEAD, BatchLoader
 from megalite.data.build_datasets import DatasetSplits
@@ -256,11 +257,12 @@ class Trainer:
         Returns:
             What was loaded; None if there is no checkpoint yet.
         """
-        assert self.config.checkpoint.load is not None
+        checkpoint = self.config.checkpoint
+        assert checkpoint.load is not None
         with self.timers("load-checkpoint"):
             tensors = self.tensors()
             loaded = load_checkpoint(
-                Path(self.config.checkpoint.load),
+                StoredRun.at(checkpoint.load, checkpoint.save_stage) or Path(checkpoint.load),
                 tensors,
                 self.config,
                 self.topology,

@@ -269,7 +269,7 @@ class ExpertLogging(Callback):
 
 def logged_interval(config: Config) -> int | None:
     """Return --log-experts-interval; None if nothing is written."""
-    logging, has_file = config.logging, config.logging.metrics_path(config.checkpoint.save) is not None
+    logging, has_file = config.logging, config.logging.metrics_path(config.checkpoint.run_folder) is not None
     if not config.model.has_experts or not (has_file or logging.has_dashboards):
         return None
     return logging.log_experts_interval or None

@@ -381,7 +381,7 @@ class HangWatchdog(Callback):
             if timeout == 0:
                 yield
                 return
-            folder = config.checkpoint.save or config.logging.tensorboard_dir
+            folder = config.checkpoint.run_folder or config.logging.tensorboard_dir
             connection = topology.store.clone()  # type: ignore[attr-defined]
             store = StatusStore(connection, topology.rank, topology.world_size, _PATIENCE_SECONDS)
             dog = Watchdog(

@@ -20,6 +20,7 @@ from megalite.checkpoint.parameter_range import Tensors
 from megalite.checkpoint.progress import TrainingProgress
 from megalite.checkpoint.save import Contents
 from megalite.checkpoint.saver import Saver
+from megalite.checkpoint.stored_run import StoredRun
 from megalite.checkpoint.tensor_files import FilePiece, write_file
 from megalite.config import Config, ModelConfig, ParallelConfig, TrainingConfig
 from megalite.distributed.topology import Topology
@@ -34,7 +35,7 @@ def parallel(tp: int = 1, pp: int = 1, dp: int = 1) -> ParallelConfig:
     return ParallelConfig(tp, pp, dp, distributed_backend="gloo")
 
 
-def config_of(folder: Path, **fields: Any) -> Config:
+def config_of(folder: Path | str, **fields: Any) -> Config:
     return dataclasses.replace(
         CONFIG,
         checkpoint=dataclasses.replace(CONFIG.checkpoint, save=str(folder), load=str(folder), **fields),
@@ -84,7 +85,8 @@ def loaded(topology: Topology, config: Config, saver: Saver | None = None) -> tu
     tensors = state(topology, 0.0)
     folder = config.checkpoint.load
     assert folder is not None
-    plan = load_checkpoint(Path(folder), tensors, config, topology, saver.local if saver else None)
+    source = StoredRun.at(folder, config.checkpoint.save_stage) or Path(folder)
+    plan = load_checkpoint(source, tensors, config, topology, saver.local if saver else None)
     if plan is None:
         return None
     value = elements(tensors["optimizer.num_steps"]).item()

@@ -182,7 +182,7 @@ def test_later_checkpoints_are_withdrawn_and_the_last_good_one_is_kept(tmp_path:
     assert (tmp_path / "unaudited_iter_0000003" / "run.json").is_file()
     assert ended.message.endswith(
         f"the last audit passed after iteration 2, and the last good checkpoint is {tmp_path}/iter_0000002 "
-        "(renamed: unaudited_iter_0000003): start again without the device"
+        "(withdrawn: unaudited_iter_0000003): start again without the device"
     )
 
 
@@ -192,7 +192,8 @@ def test_no_checkpoint_is_good_before_an_audit(tmp_path: Path) -> None:
     assert not iterations_in(tmp_path)
     assert not (tmp_path / "latest").exists()
     assert (
-        "; no audit has passed, and no checkpoint is good (renamed: unaudited_iter_0000002)" in ended.message
+        "; no audit has passed, and no checkpoint is good (withdrawn: unaudited_iter_0000002)"
+        in ended.message
     )
 
 

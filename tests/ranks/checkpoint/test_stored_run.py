@@ -1,0 +1,340 @@
+"""Checkpoints in object storage: whole in any layout, after any kill, and through folders of each node."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from megalite.checkpoint.load import choose_checkpoint
+from megalite.checkpoint.local_saves import LocalSaves
+from megalite.checkpoint.saver import Saver
+from megalite.checkpoint.stored_run import Download, StoredRun, local_copy
+from megalite.distributed.topology import Topology
+from megalite.frontends.command_line import parse
+from megalite.utils.errors import UserError
+from megalite.utils.object_store import ObjectFolder
+from tests.live_ranks import run_ranks
+from tests.object_server import ObjectServer, object_server, s3_in, settings_for
+from tests.ranks.checkpoint.saving import (
+    MODEL,
+    config_of,
+    contents_of,
+    elements,
+    full_disk,
+    loaded,
+    parallel,
+    state,
+    writer,
+)
+
+pytest.importorskip("obstore")
+
+RUN = "s3://b/run"
+
+
+class Killed(BaseException):
+    """The process ends here: nothing after it runs."""
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectServer]:
+    with s3_in(tmp_path, monkeypatch) as server:
+        yield server
+
+
+def saved(topology: Topology, iteration: int, value: float, **fields: object) -> None:
+    """A run that saves once."""
+    config = config_of(RUN, **fields)
+    saver = Saver(config.checkpoint, topology)
+    saver.save(contents_of(config, topology, iteration), state(topology, value), is_last=True)
+
+
+def checkpoints(server: ObjectServer) -> set[str]:
+    return {name.split("/")[2] for name in server.objects if name.count("/") > 2}
+
+
+def stage_of(folder: Path) -> list[Path]:
+    """What the stage in a folder holds, but the empty folder of the run."""
+    return [path for path in folder.glob("megalite-stage-*/*/*") if path.name != "metrics.jsonl"]
+
+
+def save_and_load(topology: Topology, url: str, folder: Path, saves: bool) -> tuple[int, float] | None:
+    """Each rank is a node of its own, with its own disk."""
+    os.environ.update(settings_for(url))
+    config = config_of(RUN, save_stage=str(folder / f"disk{topology.rank}"))
+    if saves:
+        with Saver(config.checkpoint, topology) as saver:
+            saver.save(contents_of(config, topology, 10), state(topology, 1.0))
+            saver.save(contents_of(config, topology, 20), state(topology, 2.0))
+    return loaded(topology, config)
+
+
+@pytest.mark.parametrize("layout", [(2, 1), (1, 2)])
+def test_nodes_without_a_common_file_system_save_and_load_in_any_layout(
+    tmp_path: Path, layout: tuple[int, int]
+) -> None:
+    (tp, dp), (other_tp, other_dp) = layout, layout[::-1]
+    with object_server() as server:
+        run = (server.url, tmp_path)
+        assert run_ranks(save_and_load, parallel(tp, 1, dp).mesh, 2, *run, True) == [(20, 2.0)] * 2
+        assert (
+            run_ranks(save_and_load, parallel(other_tp, 1, other_dp).mesh, 2, *run, False) == [(20, 2.0)] * 2
+        )
+        assert run_ranks(save_and_load, parallel().mesh, 1, *run, False) == [(20, 2.0)]
+        downloads = [each for each in server.requests if each.name.endswith(".safetensors")]
+    assert len(downloads) <= 2 * (2 + 2) + 2
+    for disk in tmp_path.iterdir():
+        assert not stage_of(disk)
+
+
+@contextmanager
+def killed_before(number: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Ends the block before its request of this number that changes the store, if there is one."""
+    calls = 0
+
+    def watched(name: str) -> None:
+        original = getattr(ObjectFolder, name)
+
+        def call(*args: object, **options: object) -> object:
+            nonlocal calls
+            if calls == number:
+                raise Killed
+            calls += 1
+            return original(*args, **options)
+
+        patch.setattr(ObjectFolder, name, call)
+
+    with monkeypatch.context() as patch:
+        for name in ("write", "upload", "delete"):
+            watched(name)
+        yield
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "keep_last"),
+    [(10, 20, 1), (10, 10, None), pytest.param(20, 10, 1, marks=pytest.mark.slow)],
+)
+def test_a_kill_at_any_request_leaves_a_whole_checkpoint(
+    tmp_path: Path,
+    server: ObjectServer,
+    topology,
+    monkeypatch,
+    first: int,
+    second: int,
+    keep_last: int | None,
+) -> None:
+    """The next save then works, and clears up. As in a folder, `latest` names what is loaded."""
+    number, was_killed = 0, True
+    while was_killed:
+        server.objects.clear()
+        saved(topology, first, 1.0)
+        was_killed = False
+        try:
+            with killed_before(number, monkeypatch):
+                saved(topology, second, 2.0, keep_last=keep_last)
+        except Killed:
+            was_killed = True
+        found = loaded(topology, config_of(RUN))
+        assert found in ((first, 1.0), (second, 2.0)), number
+        assert was_killed or found == (second, 2.0)
+        saved(topology, 30, 3.0)
+        assert loaded(topology, config_of(RUN)) == (30, 3.0)
+        for name in checkpoints(server):
+            assert f"b/run/{name}/SHA256SUMS" in server.objects, number
+        number += 1
+    assert number > 5
+    assert not stage_of(tmp_path / "tmp")
+
+
+def test_a_save_of_the_same_iteration_replaces_the_files(server: ObjectServer, topology) -> None:
+    for value in (1.0, 2.0):
+        saved(topology, 10, value)
+        assert loaded(topology, config_of(RUN)) == (10, value)
+        assert len([name for name in server.objects if name.endswith(".safetensors")]) == 1
+
+
+def test_retention_and_the_choice_are_those_of_a_folder(server: ObjectServer, topology) -> None:
+    for iteration in (10, 20, 30, 40):
+        saved(topology, iteration, iteration / 10, keep_last=2)
+    assert checkpoints(server) == {"iter_0000030", "iter_0000040"}
+    assert loaded(topology, config_of(RUN, load_iteration=30)) == (30, 3.0)
+    with pytest.raises(
+        UserError, match=r"--load s3://b/run has no checkpoint iter_0000020: it has iterations"
+    ):
+        loaded(topology, config_of(RUN, load_iteration=20))
+    del server.objects["b/run/iter_0000040/SHA256SUMS"]
+    assert loaded(topology, config_of(RUN)) == (30, 3.0)
+    saved(topology, 20, 5.0)  # a run that was resumed from before 30
+    assert loaded(topology, config_of(RUN)) == (20, 5.0)
+    assert loaded(topology, config_of("s3://b/other")) is None
+
+
+def test_withdrawn_checkpoints_are_not_loaded(server: ObjectServer, topology) -> None:
+    for iteration in (10, 20, 30):
+        saved(topology, iteration, iteration / 10)
+    saver = Saver(config_of(RUN).checkpoint, topology)
+    text = saver.withdraw(10, 30)
+    assert text == (
+        "the last good checkpoint is s3://b/run/iter_0000010 (withdrawn: unaudited_iter_0000020, "
+        "unaudited_iter_0000030)"
+    )
+    assert loaded(topology, config_of(RUN)) == (10, 1.0)
+    saved(topology, 20, 2.5, keep_last=2)
+    assert loaded(topology, config_of(RUN)) == (20, 2.5)
+    assert checkpoints(server) == {"iter_0000010", "iter_0000020", "iter_0000030"}
+
+
+def test_wrong_bytes_are_read_again_once_and_then_named(server: ObjectServer, topology) -> None:
+    saved(topology, 10, 1.0)
+    server.requests.clear()
+    assert loaded(topology, config_of(RUN)) == (10, 1.0)
+    requests = len(server.requests)
+    server.whole_flips = 1
+    assert loaded(topology, config_of(RUN)) == (10, 1.0)
+    assert (server.whole_flips, len(server.requests)) == (0, 2 * requests + 1)
+    (tensors,) = [name for name in server.objects if name.endswith(".safetensors")]
+    content = server.objects[tensors]
+    server.objects[tensors] = content[:-1] + bytes([content[-1] ^ 1])
+    with pytest.raises(UserError, match=rf"s3://{tensors} has other contents than SHA256SUMS says"):
+        loaded(topology, config_of(RUN))
+    del server.objects[tensors]
+    with pytest.raises(UserError, match=r"checkpoint s3://b/run/iter_0000010 cannot be read"):
+        loaded(topology, config_of(RUN))
+
+
+def test_a_failed_save_leaves_nothing_and_the_next_one_works(
+    server: ObjectServer, topology, tmp_path: Path
+) -> None:
+    config = config_of(RUN)
+    with Saver(config.checkpoint, topology) as saver:
+        saver.save(contents_of(config, topology, 10), state(topology, 1.0))
+        saver.finish()
+        with writer(full_disk):
+            saver.save(contents_of(config, topology, 20), state(topology, 2.0))
+        saver.finish()
+        server.is_read_only = True
+        saver.save(contents_of(config, topology, 30), state(topology, 3.0))
+        saver.finish()
+        server.is_read_only = False
+        assert checkpoints(server) == {"iter_0000010"}
+        assert not stage_of(tmp_path / "tmp")
+        saver.save(contents_of(config, topology, 40), state(topology, 4.0))
+    assert loaded(topology, config) == (40, 4.0)
+
+
+def test_training_goes_on_while_files_are_uploaded(server: ObjectServer, topology) -> None:
+    """The state changes as soon as the save returns; a save that is due then waits, and none is lost."""
+    config, tensors, uploads = config_of(RUN), state(topology, 1.0), threading.Event()
+    upload = ObjectFolder.upload
+
+    def slow(*args: object) -> None:
+        assert uploads.wait(60.0)
+        upload(*args)  # type: ignore[arg-type]
+
+    with mock.patch.object(ObjectFolder, "upload", slow), Saver(config.checkpoint, topology) as saver:
+        saver.save(contents_of(config, topology, 10), tensors)
+        for tensor in tensors.values():
+            elements(tensor).fill_(-1.0)
+        assert "b/run/latest" not in server.objects
+        uploads.set()
+        saver.save(contents_of(config, topology, 20), state(topology, 2.0))
+    assert checkpoints(server) == {"iter_0000010", "iter_0000020"}
+    assert loaded(topology, config_of(RUN, load_iteration=10)) == (10, 1.0)
+
+
+def test_processes_of_a_node_download_each_file_once(server: ObjectServer, topology) -> None:
+    saved(topology, 10, 1.0)
+    run = StoredRun.at(RUN)
+    assert run is not None
+    server.delay = 0.02
+    server.requests.clear()
+    names = [name.rpartition("/")[2] for name in server.objects if "iter_" in name]
+    downloads = [Download(run, "token") for _ in range(4)]
+    threads = [
+        threading.Thread(target=each.fetch, args=("iter_0000010", dict.fromkeys(names))) for each in downloads
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(each.name.rpartition("/")[2] for each in server.requests) == sorted(names)
+    folder = downloads[0].folder
+    downloads[0].close()
+    assert (folder / "iter_0000010" / "run.json").exists()
+    Download(run, "another").close()  # cleans up after processes that were killed, not after these
+    assert (folder / "iter_0000010" / "run.json").exists()
+    for each in downloads[1:]:
+        each.close()
+    assert not folder.exists()
+    folder.mkdir()
+    Path(f"{folder}.lock").touch()
+    Download(run, "another").close()
+    assert not folder.exists()
+
+
+def test_tools_get_whole_copies(server: ObjectServer, topology, tmp_path: Path) -> None:
+    for iteration in (10, 20, 30):
+        saved(topology, iteration, iteration / 10)
+    run, one = StoredRun.at(RUN), StoredRun.at(f"{RUN}/iter_0000010")
+    assert run is not None and one is not None
+    for source, options, names in (
+        (run, {}, {"iter_0000030"}),
+        (run, {"iteration": 20}, {"iter_0000020"}),
+        (run, {"last": 2}, {"iter_0000020", "iter_0000030"}),
+        (one, {}, {"iter_0000010"}),
+    ):
+        with local_copy(source, **options) as folder:  # type: ignore[arg-type]
+            assert {path.name for path in folder.iterdir()} == names
+            for name in names:
+                assert choose_checkpoint(folder, topology, int(name[-7:])) is not None
+        assert not folder.exists()
+    with local_copy(tmp_path) as folder:
+        assert folder == tmp_path
+    with pytest.raises(UserError, match=r"s3://b/run has no iter_0000005: it has iter_0000010, iter_"):
+        local_copy(run, 5).__enter__()
+    with pytest.raises(UserError, match=r"s3://b/none holds no checkpoint of megalite"):
+        local_copy(StoredRun(ObjectFolder("s3://b/none"), tmp_path)).__enter__()
+
+
+def test_non_persistent_saves_belong_to_the_url(server: ObjectServer, topology, tmp_path: Path) -> None:
+    own = {
+        "non_persistent_save_interval": 1,
+        "non_persistent_ckpt_type": "local",
+        "non_persistent_local_ckpt_dir": str(tmp_path / "own"),
+    }
+    config = config_of(RUN, **own)
+    saver = Saver(config.checkpoint, topology)
+    saver.save(contents_of(config, topology, 10), state(topology, 1.0))
+    saver.finish()
+    saver.save_local(contents_of(config, topology, 11), state(topology, 1.1))
+    again = Saver(config.checkpoint, topology)
+    assert loaded(topology, config, again) == (11, pytest.approx(1.1))
+    copied = {name.replace("b/run/", "b/copy/"): content for name, content in server.objects.items()}
+    server.objects.update(copied)
+    copy = dataclasses.replace(config.checkpoint, save="s3://b/copy", load="s3://b/copy")
+    here, there = LocalSaves.of(config.checkpoint, topology), LocalSaves.of(copy, topology)
+    assert here is not None and there is not None and here.folder != there.folder
+
+
+def test_the_model_is_read_from_the_latest_checkpoint(server: ObjectServer, topology) -> None:
+    flags = ["--use-checkpoint-args", "--load", RUN]
+    for iteration in (10, 20):
+        config = dataclasses.replace(
+            config_of(RUN), model=dataclasses.replace(MODEL, hidden_size=iteration * 4)
+        )
+        saver = Saver(config.checkpoint, topology)
+        saver.save(contents_of(config, topology, iteration), state(topology, 1.0), is_last=True)
+    assert parse(flags)[0].model.hidden_size == 80
+    assert parse([*flags, "--load-iteration", "10"])[0].model.hidden_size == 40
+    server.objects["b/run/latest"] = b"iter_0000010\n"
+    assert parse(flags)[0].model.hidden_size == 40
+    server.objects.clear()
+    config, notices = parse(flags)
+    assert any("there is no checkpoint in --load s3://b/run yet" in notice for notice in notices)
