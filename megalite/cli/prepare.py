@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.cli.preprocess import partition
-from megalite.data.prepare.plan import PASSES, make_plan, read_corpus_job
+from megalite.data.prepare.plan import PASSES, CorpusJob, make_plan, read_corpus_job
 from megalite.data.prepare.prepare import check_earlier, find_report, finish, run_pass, start
 from megalite.data.preprocessing.preprocess import num_cores
 from megalite.frontends.tool_parser import ToolParser, positive_int
@@ -24,6 +24,7 @@ from megalite.report.corpus_page import corpus_page
 from megalite.utils.errors import ConfigError, UserError, counted
 from megalite.utils.files import write_output
 from megalite.utils.log import ProgressLine, log
+from megalite.utils.object_store import ObjectFolder
 
 
 def build_parser() -> ToolParser:
@@ -67,7 +68,7 @@ def main(arguments: Sequence[str]) -> None:
     plan, prefix = make_plan(job), job.output
     report = start(plan, flags.overwrite)
     if report is not None:
-        _write_page(prefix, report)
+        _write_page(job, report)
         print(f"{prefix}.shards.json: complete already")
         return
     workers = flags.workers or job.run.workers or num_cores()
@@ -90,7 +91,7 @@ def main(arguments: Sequence[str]) -> None:
         part = " {}/{}".format(*flags.task) if flags.task else ""
         print(f"pass {flags.name}{part} is done")
         return
-    _write_page(prefix, report)
+    _write_page(job, report)
     print("\n".join(_summary(prefix, report)))
     if (special := report["special_tokens_in_text"])["documents"] and job.special_tokens_in_text == "keep":
         log.warning(
@@ -105,8 +106,12 @@ def _show(line: ProgressLine, name: str, done: int, count: int) -> None:
     line(f"pass {PASSES.index(name) + 1} of {len(PASSES)}, {name}: {done:,} of {count:,} tasks")
 
 
-def _write_page(prefix: str, report: dict[str, Any]) -> None:
-    write_output(Path(f"{prefix}.report.html"), corpus_page(prefix, report), "output")
+def _write_page(job: CorpusJob, report: dict[str, Any]) -> None:
+    page = corpus_page(job.output, report)
+    if job.output_url is None:
+        write_output(Path(f"{job.output}.report.html"), page, "output")
+    else:
+        ObjectFolder(job.output_url).write(f"{job.output_name}.report.html", page.encode())
 
 
 def _summary(prefix: str, report: dict[str, Any]) -> list[str]:

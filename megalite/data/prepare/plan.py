@@ -19,7 +19,7 @@ from megalite.data.tokenizers.tokenizer import TokenizerFiles
 from megalite.data.tokenizers.tokenizer_digest import tokenizer_digest
 from megalite.utils.errors import ConfigError, UserError, collected
 from megalite.utils.files import make_writable, read_yaml_file, url_problem
-from megalite.utils.object_store import is_remote
+from megalite.utils.object_store import ObjectFolder, is_remote, is_s3
 
 PASSES = ("sign", "match", "tokenize", "shard", "finish")
 """The passes in order: hash, find duplicates, tokenize what is kept, shuffle, and write list and report."""
@@ -47,6 +47,8 @@ class RunSettings:
 
     workers: int | None = None
     """Number of processes; None for one per core."""
+    folder: str | None = None
+    """Folder of work in progress, which all tasks see, for an output in object storage."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class CorpusJob:
     input: tuple[str, ...]
     """Files, globs and folders, also URLs."""
     output: str
-    """Prefix of the output."""
+    """Prefix of the output, also in S3."""
     tokenizer: TokenizerSettings
     steps: tuple[CorpusStep, ...] = ()
     text: str = "text"
@@ -74,13 +76,28 @@ class CorpusJob:
     on_error: Literal["fail", "skip"] = "fail"
     run: RunSettings = RunSettings()
 
+    @property
+    def prefix(self) -> str:
+        """Return the prefix under which files are written: the output, or its name in the run's folder."""
+        return self.output if self.run.folder is None else f"{self.run.folder}/{self.output_name}"
+
+    @property
+    def output_url(self) -> str | None:
+        """Return the URL of the folder of the output; None if it is on this machine."""
+        return self.output.rpartition("/")[0] if is_s3(self.output) else None
+
+    @property
+    def output_name(self) -> str:
+        """Return the last part of the output's prefix."""
+        return self.output.rpartition("/")[2]
+
     @cached_property
     def source(self) -> PreprocessJob:
         """Return how documents are read and tokenized."""
         files = {key: value for key, value in asdict(self.tokenizer).items() if key not in ("type", "model")}
         return PreprocessJob(
             inputs=self.input,
-            output_prefix=self.output,
+            output_prefix=self.prefix,
             tokenizer_type=self.tokenizer.type,
             tokenizer_files=TokenizerFiles(tokenizer_model=self.tokenizer.model, **files),
             json_keys=(self.text, *self.metadata),
@@ -163,7 +180,7 @@ class CorpusPlan:
 
     @cached_property
     def folder(self) -> Path:
-        return Path(f"{self.job.source.output_prefix}.unfinished")
+        return Path(f"{self.job.prefix}.unfinished")
 
     def num_tasks(self, name: str) -> int:
         sizes = {"match": self.num_ranges, "shard": self.job.shards, "finish": 1}
@@ -211,11 +228,8 @@ def make_plan(job: CorpusJob) -> CorpusPlan:
     files: list[str] = []
     identity: dict[str, Any] = {}
     source = job.source
-    if problem := url_problem(source.output_prefix):
-        problems.append(f"output: {problem}")
-    else:
-        with collected(problems):
-            make_writable(Path(source.output_prefix).absolute().parent, "output")
+    with collected(problems):
+        _check_output(job)
     with collected(problems):
         files = find_inputs(source.inputs)
         _check_distinct(files)
@@ -234,6 +248,26 @@ def make_plan(job: CorpusJob) -> CorpusPlan:
     size = sum(piece.num_input_bytes for piece in pieces)
     num_ranges = min(max(1, size // _RANGE_BYTES), _MAX_RANGES) if job.dedup else 0
     return CorpusPlan(job, identity, states, pieces, num_ranges)
+
+
+def _check_output(job: CorpusJob) -> None:
+    """Check that the output can be written, before any work is done."""
+    if problem := "" if job.output_url else url_problem(job.output):
+        raise UserError(f"output: {problem}, or s3://BUCKET/NAME")
+    if (job.output_url is None) != (job.run.folder is None):
+        what = "is for an output in object storage: remove it"
+        if job.output_url:
+            what = f"is missing: work in progress for {job.output} needs a folder that all tasks see"
+        raise UserError(f"run: folder {what}")
+    make_writable(Path(job.prefix).absolute().parent, "run: folder" if job.output_url else "output")
+    if job.output_url:
+        trial = f"{job.output_name}.unfinished"
+        try:
+            objects = ObjectFolder(job.output_url)
+            objects.write(trial, b"")
+            objects.delete([trial])
+        except OSError as error:
+            raise UserError(f"output: {error.filename} cannot be written ({error.strerror})") from None
 
 
 def _check_distinct(files: list[str]) -> None:

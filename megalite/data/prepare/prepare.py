@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial, reduce
 from pathlib import Path
 from typing import Any
@@ -26,11 +27,14 @@ from megalite.data.tokenizers.tokenizer_digest import copy_tokenizer_digest, wri
 from megalite.utils.errors import UserError, counted, few
 from megalite.utils.files import parse_json, replace_file
 from megalite.utils.log import log
+from megalite.utils.object_store import ObjectFolder, is_remote, object_exists, read_object
 
 OnProgress = Callable[[str, int, int], None]
 """Called with the name of a pass, and how many of its tasks are done and there are."""
 
 
+_UPLOADS = 4
+"""Files that are uploaded at a time."""
 _MAX_READ_AGAIN = 256 << 20
 """Size of a piece in bytes up to which it is read again for a document of the report."""
 
@@ -47,10 +51,10 @@ def start(plan: CorpusPlan, overwrite: bool) -> dict[str, Any] | None:
     if report := find_report(plan):
         shutil.rmtree(plan.folder, ignore_errors=True)  # of a run that was killed at its very end
         return report
-    listed = list_path(plan.job.output)
-    if os.path.exists(f"{plan.job.output}.idx"):
-        raise UserError(f"{plan.job.output}.idx exists, and it would hide the corpus: write another output")
-    if os.path.exists(listed) and not overwrite:
+    index, listed = f"{plan.job.output}.idx", list_path(plan.job.output)
+    if _exists(index):
+        raise UserError(f"{index} exists, and it would hide the corpus: write another output")
+    if _exists(listed) and not overwrite:
         raise UserError(
             f"{listed} is a corpus of other settings or input: write another output, or pass --overwrite"
         )
@@ -128,7 +132,7 @@ def finish(plan: CorpusPlan) -> dict[str, Any]:
     Raises:
         UserError: the corpus has no documents, or cannot be written.
     """
-    prefix, count = plan.job.output, plan.job.shards
+    prefix, count = plan.job.prefix, plan.job.shards
     shards = [_facts(plan, "shard", i) for i in range(count)]
     total = reduce(add_facts, _all_facts(plan), new_facts(len(plan.job.steps)))
     if not total["kept"]:
@@ -162,8 +166,35 @@ def finish(plan: CorpusPlan) -> dict[str, Any]:
     others = {index.removesuffix(".idx") for index in glob.glob(f"{glob.escape(prefix)}-?????-of-?????.idx")}
     if others := others.difference(names):
         log.warning("not part of %s: %s; delete them if it replaced them", prefix, few(sorted(others)))
+    if plan.job.output_url:
+        _publish(plan, ObjectFolder(plan.job.output_url))
     shutil.rmtree(plan.folder, ignore_errors=True)
     return report
+
+
+def _publish(plan: CorpusPlan, objects: ObjectFolder) -> None:
+    """Move a complete corpus to object storage; the list of its shards, without which it is none, comes last.
+
+    Raises:
+        UserError: an object cannot be written.
+    """
+    folder, name = Path(plan.job.prefix).parent, glob.escape(plan.job.output_name)
+    last = Path(list_path(plan.job.prefix)).name
+    found = [*folder.glob(f"{name}.*"), *folder.glob(f"{name}-?????-of-?????.*")]
+    files = [file for file in found if file.is_file() and file.name != last]
+    try:
+        objects.delete([last])
+        with ThreadPoolExecutor(_UPLOADS) as pool:
+            list(pool.map(lambda file: objects.upload(file.name, file), files))
+        objects.upload(last, folder / last)
+    except OSError as error:
+        raise UserError(f"cannot write {error.filename}: {error.strerror}") from None
+    for file in (*files, folder / last):
+        file.unlink()
+
+
+def _exists(path: str) -> bool:
+    return object_exists(path) if is_remote(path) else os.path.exists(path)
 
 
 def _facts(plan: CorpusPlan, name: str, number: int) -> Facts:
@@ -199,9 +230,10 @@ def _describe_group(plan: CorpusPlan, count: int, step: int, number: int, docume
 
 def find_report(plan: CorpusPlan) -> dict[str, Any] | None:
     """Return the report of the corpus if it is complete, and has these settings and this input."""
-    prefix = plan.job.output
+    path = f"{plan.job.output}.report.json"
     try:
-        report: dict[str, Any] = parse_json(Path(f"{prefix}.report.json").read_bytes())
+        content = read_object(path) if is_remote(path) else Path(path).read_bytes()
+        report: dict[str, Any] = parse_json(content)
     except (OSError, ValueError):
         return None
-    return report if os.path.exists(list_path(prefix)) and report.get("digest") == plan.digest else None
+    return report if _exists(list_path(plan.job.output)) and report.get("digest") == plan.digest else None

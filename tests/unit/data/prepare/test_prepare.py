@@ -15,17 +15,20 @@ import pytest
 from megalite.cli import prepare as program
 from megalite.data.build_datasets import BuildOptions
 from megalite.data.corpus_sources import sources_of_one_blend
+from megalite.data.prepare import prepare
 from megalite.data.prepare.passes import PassWorker
 from megalite.data.prepare.plan import PASSES
 from megalite.data.prepare.prepare import finish, run_pass, start
 from megalite.data.prepare.sources import find_source
 from megalite.data.samples import GPTSamples
-from megalite.data.sharded_dataset import ShardedDataset
+from megalite.data.sharded_dataset import ShardedDataset, open_dataset
 from megalite.data.tokenizers.tokenizer import TokenizerFiles, build_tokenizer
 from megalite.data.window_dataset import permute, round_keys
 from megalite.utils.errors import UserError
 from megalite.utils.log import log
+from megalite.utils.object_store import ObjectFolder
 from tests.corpora import build_from_sources
+from tests.object_server import s3_in
 
 from .conftest import digests_of, plan_of, run, texts_of, write_texts
 
@@ -217,3 +220,60 @@ def test_names_of_special_tokens_in_texts(
         assert found == [[*library.encode(text).ids, tokenizer.eod] for text in texts]
     else:
         assert not {0, 1} & {number for ids in found for number in ids[:-1]}
+
+
+def test_a_corpus_in_object_storage_is_that_of_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Killed before any of its uploads, it is no corpus, and the same command makes it one."""
+    pytest.importorskip("obstore")
+    write_texts(tmp_path / "in", TEXTS)
+    run(plan_of(tmp_path, shuffle=1, shards=3))
+    here = {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
+    work = {"run": {"folder": str(tmp_path / "work")}, "output": "s3://b/out/c", "shuffle": 1, "shards": 3}
+    with s3_in(tmp_path, monkeypatch) as server:
+        upload, uploads_left = ObjectFolder.upload, [0]
+
+        def killed(objects: ObjectFolder, name: str, file: Path) -> None:
+            if not uploads_left[0]:
+                raise KeyboardInterrupt
+            uploads_left[0] -= 1
+            upload(objects, name, file)
+
+        monkeypatch.setattr(ObjectFolder, "upload", killed)
+        monkeypatch.setattr(prepare, "_UPLOADS", 1)
+        number, is_complete = 0, False
+        plan_of(tmp_path, **work)
+        while not is_complete:
+            uploads_left[0] = number
+            assert "b/out/c.shards.json" not in server.objects
+            try:
+                command(tmp_path)
+                is_complete = True
+            except SystemExit:
+                number += 1
+        assert number == len(here)
+        there = {name.rpartition("/")[2]: content for name, content in server.objects.items()}
+        assert there.pop("c.report.html").startswith(b"<!doctype html>")
+        assert there == here
+        assert not list((tmp_path / "work").iterdir())
+        dataset = open_dataset("s3://b/out/c")
+        local = open_dataset(str(tmp_path / "out" / "c"))
+        assert [dataset[i].tolist() for i in range(len(dataset))] == [
+            local[i].tolist() for i in range(len(local))
+        ]
+        capsys.readouterr()
+        command(tmp_path)
+        assert "s3://b/out/c.shards.json: complete already" in capsys.readouterr().out
+        plan_of(tmp_path, **{**work, "shuffle": 2})
+        with pytest.raises(UserError, match=r"s3://b/out/c.shards.json is a corpus of other settings"):
+            command(tmp_path)
+        server.is_read_only = True
+        with pytest.raises(UserError, match=r"output: s3://b/out/c.unfinished cannot be written \(Perm"):
+            plan_of(tmp_path, **work)
+        with pytest.raises(UserError, match=r"run: folder is missing: work in progress for s3://b/out/c"):
+            plan_of(tmp_path, **{**work, "run": {}})
+    with pytest.raises(UserError, match=r"run: folder is for an output in object storage: remove it"):
+        plan_of(tmp_path, **{**work, "output": str(tmp_path / "out" / "c")})
+    with pytest.raises(UserError, match=r"output: gs://b/c is a URL: pass a path .* or s3://BUCKET/NAME"):
+        plan_of(tmp_path, **{**work, "output": "gs://b/c"})
