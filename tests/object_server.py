@@ -39,7 +39,7 @@ class ObjectServer(ThreadingHTTPServer):
         requests: those that read an object and were answered, in order.
         writes: methods and names of the requests that change objects, in the order in which they arrived.
         flips: number of next GETs of ranges whose first byte is wrong.
-        whole_flips: number of next GETs of whole objects of 1,000 bytes or more whose last byte is wrong.
+        flips_in: a part of the names of the objects that have them.
         refusals: number of next GETs that are refused with 503.
         cuts: number of next GETs that end in the middle.
         delay: seconds before each answer.
@@ -55,7 +55,8 @@ class ObjectServer(ThreadingHTTPServer):
         self.parts: dict[str, dict[int, bytes]] = {}  # of multipart uploads, by id and number
         self.requests: list[ServedRequest] = []
         self.writes: list[tuple[str, str]] = []
-        self.flips = self.whole_flips = self.refusals = self.cuts = 0
+        self.flips_in = ""
+        self.flips = self.refusals = self.cuts = 0
         self.delay = self.write_delay = 0.0
         self.ignores_conditions = self.is_read_only = False
         self.lock = threading.Lock()
@@ -171,10 +172,8 @@ class _Handler(BaseHTTPRequestHandler):
         with self.server.lock:
             self.server.requests.append(ServedRequest(self.command, name, begin, end))
         body = data[begin:end]
-        if status == 206 and self.server.takes("flips"):
+        if status == 206 and self.server.flips_in in name and self.server.takes("flips"):
             body = bytes([body[0] ^ 1]) + body[1:]
-        if status == 200 and with_body and len(body) >= 1000 and self.server.takes("whole_flips"):
-            body = body[:-1] + bytes([body[-1] ^ 1])
         date = formatdate(1_780_000_000 + self.server.written.get(name, 0), usegmt=True)
         extra = {"ETag": tag, "Last-Modified": date, "Accept-Ranges": "bytes"}
         if status == 206:

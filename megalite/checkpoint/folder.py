@@ -11,16 +11,20 @@ SAVE/unaudited_iter_0000010 a checkpoint that a later audit has made doubtful; i
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple, Protocol
 
-from megalite.utils.files import read_regular
+from megalite.utils.files import partial_name, read_regular, replace_file
 
 LATEST = "latest"
+WITHDRAWN = "unaudited_"
+"""Begins a name that marks a checkpoint that a later audit has made doubtful."""
 _MAX_NAME_BYTES = 256
 NAME = re.compile(r"iter_([0-9]{7,18})")
 _REPLACED = re.compile(rf"\.{NAME.pattern}\.replaced")
@@ -201,3 +205,164 @@ def read_latest_from(read: Callable[[], str]) -> tuple[int | None, str]:
         return None, "cannot be read (it is not text)"
     match = NAME.fullmatch(name)
     return (int(match[1]), "") if match else (None, "names no checkpoint")
+
+
+class RunFolder(Protocol):
+    """Where a run saves its checkpoints: a folder that all ranks see, or object storage.
+
+    Methods raise `OSError`.
+
+    Attributes:
+        uploads: whether a save goes on after its files are written.
+        advice: what to do if a save fails.
+    """
+
+    uploads: ClassVar[bool]
+    advice: ClassVar[str]
+
+    def partial(self, name: str) -> Path:
+        """Return the folder of the files of a save, from its name."""
+        ...
+
+    def begin(self, name: str) -> str:
+        """Begin a save of the checkpoint of this name on rank 0, and return a new name for `partial`."""
+        ...
+
+    def join(self, partial: Path) -> None:
+        """Prepare the folder on each rank, before its first file."""
+        ...
+
+    def file_stem(self, stem: str, partial: Path) -> str:
+        """Return how the names of a rank's tensor files begin."""
+        ...
+
+    def send(self, partial: Path, name: str, files: Sequence[str]) -> None:
+        """Send a rank's tensor files to the checkpoint of this name."""
+        ...
+
+    def publish(self, partial: Path, name: str, check: Callable[[], None]) -> None:
+        """Make a checkpoint complete and the latest, on rank 0, after all ranks have sent their files.
+
+        Args:
+            partial: folder of its text files.
+            check: raises an error if another run has taken over.
+        """
+        ...
+
+    def discard(self, partial: Path, name: str) -> None:
+        """Delete the files of a save that failed, on rank 0; not of one that became complete."""
+        ...
+
+    def prune(
+        self,
+        newest: int,
+        keep_last: int | None,
+        keep_every: int | None,
+        confirmed: int | None,
+        cleans_up: bool,
+    ) -> list[str]:
+        """Delete the checkpoints that `outdated` returns, and return their names; call it on one rank.
+
+        Args:
+            cleans_up: whether to delete what killed runs have left.
+        """
+        ...
+
+    def withdraw(self, after: int, until: int) -> tuple[list[str], str | None]:
+        """Make the checkpoints of the iterations (after, until] unavailable, and choose the latest again.
+
+        Returns:
+            The names by which they are still found, and the name of the newest one that remains.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class LocalRun:
+    """Checkpoints of a run in a folder that all ranks see."""
+
+    folder: Path
+    uploads: ClassVar[bool] = False
+    advice: ClassVar[str] = "free space or change --save; every rank must see the folder"
+
+    def __str__(self) -> str:
+        return str(self.folder)
+
+    def partial(self, name: str) -> Path:
+        return self.folder / name
+
+    def begin(self, name: str) -> str:
+        """Create the folder that all ranks write to.
+
+        If the folder of checkpoints is gone, it is not created again, because a lost file system leaves an
+        empty mount point.
+        """
+        remove_leftovers(self.folder)
+        partial = partial_name(self.folder / name)
+        partial.mkdir()
+        return partial.name
+
+    def join(self, partial: Path) -> None:
+        """Do nothing: rank 0 has created the folder."""
+
+    def file_stem(self, stem: str, partial: Path) -> str:
+        return stem
+
+    def send(self, partial: Path, name: str, files: Sequence[str]) -> None:
+        """Do nothing: the files are there."""
+
+    def publish(self, partial: Path, name: str, check: Callable[[], None]) -> None:
+        sync_folder(partial)
+        check()
+        put_in_place(partial, self.folder / name)
+        sync_folder(self.folder)
+        replace_text(self.folder / LATEST, name + "\n", check)
+
+    def discard(self, partial: Path, name: str) -> None:
+        shutil.rmtree(partial, ignore_errors=True)
+
+    def prune(
+        self,
+        newest: int,
+        keep_last: int | None,
+        keep_every: int | None,
+        confirmed: int | None,
+        cleans_up: bool,
+    ) -> list[str]:
+        return prune(self.folder, newest, keep_last, keep_every, confirmed)
+
+    def withdraw(self, after: int, until: int) -> tuple[list[str], str | None]:
+        """Rename the checkpoints."""
+        withdrawn = []
+        for iteration, name in iterations_in(self.folder).items():
+            if after < iteration <= until:
+                aside = self.folder / f"{WITHDRAWN}{name_of(iteration)}"
+                shutil.rmtree(aside, ignore_errors=True)
+                (self.folder / name).rename(aside)
+                withdrawn.append(aside.name)
+        good = max((number for number in iterations_in(self.folder) if number <= after), default=None)
+        if withdrawn and good is not None:
+            replace_text(self.folder / LATEST, name_of(good))
+        elif withdrawn:
+            (self.folder / LATEST).unlink(missing_ok=True)
+        return withdrawn, None if good is None else name_of(good)
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in a folder are on disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def replace_text(file: Path, text: str, check: Callable[[], None] = lambda: None) -> None:
+    """Replace the text of a file atomically and durably: a reader sees the old text or the new text.
+
+    Args:
+        check: called right before the replacement; if it raises, the old text remains.
+    """
+    with replace_file(file, before_rename=check) as stream:
+        stream.write(text.encode())
+    sync_folder(file.parent)

@@ -260,12 +260,13 @@ def hold_folder(save: str | None, topology: Topology) -> Iterator[FolderLease | 
     lease: HeldLease | None = None
     try:
         with topology.agreed():
+            files = files_at(save)
             if topology.rank == 0:
                 lease = HeldLease.take(save)
         own = (lease.number, lease.content) if lease else None
         shared = topology.world.object_of_first(own, "the lease on --save")
         assert shared is not None
-        yield lease or FolderLease(save, *shared)
+        yield lease or FolderLease(save, *shared, files)
         # Another rank may still be writing the last metrics, and reads the lease for that.
         wait_for_all(topology.store, topology.world_size)
     finally:

@@ -170,7 +170,14 @@ class ObjectsOfStore:
     def touch(self) -> None:
         assert self._own is not None
         name, content, version = self._own
-        self._own = name, content, self._objects.write(name, content, replaces=version)
+        try:
+            version = self._objects.write(name, content, replaces=version)
+        except FileNotFoundError:  # also if an earlier write happened and its answer was lost
+            found, info = self._objects.read_version(name)
+            if found != content:
+                raise
+            version = info.version
+        self._own = name, content, version
 
     def delete(self, number: int) -> None:
         self._objects.delete([f"lease.{number}"])

@@ -200,8 +200,11 @@ def _verified(
             if download is not None:
                 download.fetch_texts(checkpoint.name)
             manifest = replace(read_manifest(checkpoint), download=download)
-            mine = manifest.files[topology.rank :: topology.world_size] if download is None else ()
-            finding = _Finding((), tuple(damage_of(manifest, mine)), manifest.digests[INDEX])
+            if download is None:
+                found = damage_of(manifest, manifest.files[topology.rank :: topology.world_size])
+            else:  # what is downloaded is verified then
+                found = download.missing(checkpoint.name, manifest.files) if topology.rank == 0 else []
+            finding = _Finding((), tuple(found), manifest.digests[INDEX])
         except DamagedCheckpoint as error:
             finding = _Finding(error.problems, is_other_format=isinstance(error, OtherFormat))
         except OSError as error:  # of the store or the stage: an older checkpoint would fail too

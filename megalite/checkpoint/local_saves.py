@@ -21,7 +21,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from megalite.checkpoint.folder import iterations_in, name_of, put_in_place, remove_leftovers
+from megalite.checkpoint.folder import (
+    iterations_in,
+    name_of,
+    put_in_place,
+    remove_leftovers,
+    replace_text,
+    sync_folder,
+)
 from megalite.checkpoint.lease import FolderLease
 from megalite.checkpoint.manifest import (
     DamagedCheckpoint,
@@ -32,7 +39,7 @@ from megalite.checkpoint.manifest import (
     seal,
 )
 from megalite.checkpoint.parameter_range import Tensors
-from megalite.checkpoint.save import Contents, replace_text, sync_folder, whole_piece
+from megalite.checkpoint.save import Contents, whole_piece
 from megalite.checkpoint.save_agreement import SaveAgreement, SaveError
 from megalite.checkpoint.stored_run import StoredRun
 from megalite.checkpoint.tensor_files import FilePiece, write_file
@@ -232,14 +239,14 @@ def _run_id(save: str) -> str:
     if run is None:
         make_writable(Path(save), "--save")
     own = run.url if run else str(Path(save).stat().st_ino)
-    with suppress(OSError, UnicodeDecodeError):
-        content = run.objects.read(_RUN_ID) if run else read_regular(Path(save) / _RUN_ID, 1 << 10)
-        found = _ID.fullmatch(content.decode().strip())
-        if found and found[2] == own:
-            return found[1]
     run_id = secrets.token_hex(8)
     text = f"{run_id} {own}\n"
     try:
+        with suppress(FileNotFoundError, UnicodeDecodeError, *(() if run else (OSError,))):
+            content = run.objects.read(_RUN_ID) if run else read_regular(Path(save) / _RUN_ID, 1 << 10)
+            found = _ID.fullmatch(content.decode().strip())
+            if found and found[2] == own:
+                return found[1]
         if run:
             run.objects.write(_RUN_ID, text.encode())
         else:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import json
-import os
 import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -20,13 +19,12 @@ from typing import Any
 from torch import Tensor
 
 from megalite.checkpoint.compatibility import compatibility_record
-from megalite.checkpoint.folder import LATEST, name_of, prune, put_in_place, remove_leftovers
-from megalite.checkpoint.lease import FolderLease
+from megalite.checkpoint.folder import RunFolder, name_of
+from megalite.checkpoint.lease import FolderLease, LeaseLost
 from megalite.checkpoint.manifest import WRITTEN, FileRecord, TensorRecord, seal
 from megalite.checkpoint.parameter_range import ParameterRange, Tensors
 from megalite.checkpoint.progress import STATES, TrainingProgress
 from megalite.checkpoint.save_agreement import SaveAgreement, SaveError
-from megalite.checkpoint.stored_run import StoredRun
 from megalite.checkpoint.tensor_files import FilePiece, write_file
 from megalite.config import Config, to_yaml
 from megalite.data.corpus_record import DataRecord
@@ -34,7 +32,6 @@ from megalite.distributed.axis import Axis
 from megalite.distributed.topology import Topology
 from megalite.hardware.gpus import device_name
 from megalite.tensor_parallel.parameter_spec import ParameterShard
-from megalite.utils.files import partial_name, replace_file
 from megalite.utils.log import log
 
 _CUT_BYTES = 16 << 20
@@ -159,8 +156,7 @@ class Save:
     """Checkpoint that any layout can load.
 
     Attributes:
-        folder: folder of all checkpoints of the run, which every rank sees; in object storage, each rank
-            uploads its files.
+        folder: where the checkpoints of the run are.
         file_name: unique name for this rank's file, or for two files with numbers.
         keep_last, keep_every: which older checkpoints to keep; all if both are None.
         confirmed: iteration up to which the run is known to be good; its last checkpoint is kept.
@@ -170,7 +166,7 @@ class Save:
             upload.
     """
 
-    folder: Path | StoredRun
+    folder: RunFolder
     contents: Contents
     file_name: str
     keep_last: int | None = None
@@ -189,10 +185,6 @@ class Save:
         """Return the path or URL of the checkpoint."""
         return f"{self.folder}/{self.name}"
 
-    @property
-    def uploads(self) -> bool:
-        return isinstance(self.folder, StoredRun)
-
     def run(self, agreement: SaveAgreement, pieces: Mapping[str, FilePiece]) -> None:
         """Write the checkpoint; every rank must call this.
 
@@ -203,40 +195,30 @@ class Save:
             SaveError: a rank failed. Every rank raises it, and no partial checkpoint remains.
         """
         start_time = time.time()
-        root = self.folder.stage if isinstance(self.folder, StoredRun) else self.folder
         partial: Path | None = None
         try:
-            partial = root / agreement.from_first("begin", lambda: self._begin(root))
+            partial = self.folder.partial(agreement.from_first("begin", self._begin))
             agreement.from_all(
                 "files",
                 lambda: self._write(partial, pieces),
                 lambda records: self._commit(partial, records, start_time),
             )
         except SaveError as error:
-            advice = "free space or change --save; every rank must see the folder"
-            if isinstance(self.folder, StoredRun):
-                advice = "free space in --save-stage, or change --save"
-                if agreement.is_first and partial is not None:
-                    with suppress(OSError):
-                        self.folder.discard(self.name, _token(partial))
-            raise SaveError(f"checkpoint {self.final} cannot be written ({error}): {advice}") from None
+            if agreement.is_first and partial is not None:
+                with suppress(OSError, LeaseLost):
+                    self._check_lease()
+                    self.folder.discard(partial, self.name)
+            raise SaveError(
+                f"checkpoint {self.final} cannot be written ({error}): {self.folder.advice}"
+            ) from None
         finally:
-            self.is_written.set()
-            if partial is not None and (agreement.is_first or self.uploads):
+            if partial is not None and (agreement.is_first or self.folder.uploads):
                 shutil.rmtree(partial, ignore_errors=True)  # by now renamed or uploaded, or useless
 
-    def _begin(self, root: Path) -> str:
-        """Create the folder that all ranks write to, and return its name.
-
-        If the folder of checkpoints is gone, it is not created again, because a lost file system leaves an
-        empty mount point.
-        """
+    def _begin(self) -> str:
+        """Begin a save on rank 0, and return the name of the folder that all ranks write to."""
         self._check_lease()
-        partial = partial_name(root / self.name)
-        if not self.uploads:
-            remove_leftovers(root)
-            partial.mkdir()
-        return partial.name
+        return self.folder.begin(self.name)
 
     def _check_lease(self) -> None:
         if self.lease is not None:
@@ -251,23 +233,18 @@ class Save:
         if sum(piece.num_bytes for piece in pieces.values()) >= _SPLIT_BYTES:
             shares = _divide(pieces, 2, sys.maxsize)
             files = [{name: pieces[name] for name, *_ in share} for share in shares if share]
-        if isinstance(self.folder, StoredRun):
-            self.folder.make_stage(partial)
-        stem = self.file_name.removesuffix(".safetensors")
-        if self.uploads:  # files of an earlier save of this iteration must not be replaced
-            stem += f".{_token(partial)}"
+        self.folder.join(partial)
+        stem = self.folder.file_stem(self.file_name.removesuffix(".safetensors"), partial)
         names = [f"{stem}_{number}.safetensors" for number in range(len(files))]
         if len(files) == 1:
             names = [f"{stem}.safetensors"]
         if not files:
+            self.is_written.set()
             return "[]"
         with ThreadPoolExecutor(len(files), "write-checkpoint") as pool:
             records = list(pool.map(lambda name, pieces: write_file(partial / name, pieces), names, files))
         self.is_written.set()
-        if isinstance(self.folder, StoredRun):
-            for file in names:
-                self.folder.objects.upload(f"{self.name}/{file}", partial / file)
-                (partial / file).unlink()
+        self.folder.send(partial, self.name, names)
         return json.dumps(
             [
                 [file.name, file.sha256, {name: record.record() for name, record in file.tensors.items()}]
@@ -285,49 +262,13 @@ class Save:
         # Both times in seconds since 1970: the dates of files change when a folder is copied.
         written = {"start_time": start_time, "end_time": time.time()}
         seal(partial, {**contents.description, WRITTEN: written}, contents.config_text, files)
-        kept = contents.iteration, self.keep_last, self.keep_every, self.confirmed
-        if isinstance(self.folder, StoredRun):
-            self.folder.publish(partial, self.name, [file.name for file in files], self._check_lease)
-        else:
-            sync_folder(partial)
-            self._check_lease()
-            put_in_place(partial, self.folder / self.name)
-            sync_folder(self.folder)
-            replace_text(self.folder / LATEST, self.name + "\n", self._check_lease)
+        self.folder.publish(partial, self.name, self._check_lease)
         self._check_lease()
         try:
-            if isinstance(self.folder, StoredRun):
-                if self.cleans_up:
-                    self.folder.remove_incomplete(contents.iteration)
-                deleted = self.folder.prune(*kept)
-            else:
-                deleted = prune(self.folder, *kept)
+            deleted = self.folder.prune(
+                contents.iteration, self.keep_last, self.keep_every, self.confirmed, self.cleans_up
+            )
             for name in deleted:
                 log.info("deleted checkpoint %s/%s", self.folder, name)
         except OSError as error:
             log.warning("an old checkpoint in %s cannot be deleted: %s", self.folder, error)
-
-
-def _token(partial: Path) -> str:
-    """Return the random part of a name from `partial_name`."""
-    return partial.name.split(".")[2]
-
-
-def sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on disk."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def replace_text(file: Path, text: str, check: Callable[[], None] = lambda: None) -> None:
-    """Replace the text of a file atomically and durably: a reader sees the old text or the new text.
-
-    Args:
-        check: called right before the replacement; if it raises, the old text remains.
-    """
-    with replace_file(file, before_rename=check) as stream:
-        stream.write(text.encode())
-    sync_folder(file.parent)

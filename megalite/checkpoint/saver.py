@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-import shutil
 import threading
 import time
 import traceback
@@ -15,12 +14,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megalite.checkpoint.folder import LATEST, iterations_in, name_of
+from megalite.checkpoint.folder import LocalRun, RunFolder
 from megalite.checkpoint.host_copy import HostCopy
 from megalite.checkpoint.lease import FolderLease, LeaseLost
 from megalite.checkpoint.local_saves import LocalSave, LocalSaves
 from megalite.checkpoint.parameter_range import Tensors
-from megalite.checkpoint.save import Contents, Save, plan_save, replace_text, whole_piece
+from megalite.checkpoint.save import Contents, Save, plan_save, whole_piece
 from megalite.checkpoint.save_agreement import SaveAgreement, SaveError
 from megalite.checkpoint.stored_run import StoredRun
 from megalite.checkpoint.tensor_files import FilePiece
@@ -90,6 +89,8 @@ class _RunningSave:
             self.error = SaveError(f"checkpoint {self.job.final} failed:\n{traceback.format_exc()}")
         finally:
             self.is_done = True
+            if isinstance(self.job, Save):
+                self.job.is_written.set()
 
 
 class Saver:
@@ -120,9 +121,9 @@ class Saver:
         self._config = config
         self._topology = topology
         self._lease = lease
-        self._folder: Path | StoredRun | None = None
+        self._folder: RunFolder | None = None
         if config.save is not None:
-            self._folder = StoredRun.at(config.save, config.save_stage) or Path(config.save)
+            self._folder = StoredRun.at(config.save, config.save_stage) or LocalRun(Path(config.save))
         self.local = LocalSaves.of(config, topology)
         self._copy = HostCopy(topology.device)
         self._running: _RunningSave | None = None
@@ -255,11 +256,7 @@ class Saver:
             try:
                 if self._lease is not None:
                     self._lease.check()
-                if isinstance(folder, StoredRun):
-                    names, good = folder.withdraw(after, until)
-                else:
-                    names, good = _withdraw(folder, after, until)
-                text = _withdrawn_text(folder, names, good)
+                text = _withdrawn_text(folder, *folder.withdraw(after, until))
             except (OSError, LeaseLost) as error:
                 text = f"do not load checkpoints of {folder} after iteration {after}: {first_line(error)}"
         text = self._topology.world.object_of_first(text, "checkpoints")
@@ -295,7 +292,7 @@ class Saver:
         if in_background:
             log.info("saving checkpoint %s in the background", job.final)
             running.start()
-        elif isinstance(job, Save) and job.uploads and not is_last:
+        elif isinstance(job, Save) and job.folder.uploads and not is_last:
             running.start()
             job.is_written.wait()
             log.info("uploading checkpoint %s in the background", job.final)
@@ -362,24 +359,7 @@ class Saver:
         return int(number.item())
 
 
-def _withdraw(folder: Path, after: int, until: int) -> tuple[list[str], str | None]:
-    """Rename the checkpoints of the iterations (after, until]; see `StoredRun.withdraw`."""
-    withdrawn = []
-    for iteration, name in iterations_in(folder).items():
-        if after < iteration <= until:
-            aside = folder / f"unaudited_{name_of(iteration)}"
-            shutil.rmtree(aside, ignore_errors=True)
-            (folder / name).rename(aside)
-            withdrawn.append(aside.name)
-    good = max((number for number in iterations_in(folder) if number <= after), default=None)
-    if withdrawn and good is not None:
-        replace_text(folder / LATEST, name_of(good))
-    elif withdrawn:
-        (folder / LATEST).unlink(missing_ok=True)
-    return withdrawn, None if good is None else name_of(good)
-
-
-def _withdrawn_text(folder: Path | StoredRun, withdrawn: list[str], good: str | None) -> str:
+def _withdrawn_text(folder: RunFolder, withdrawn: list[str], good: str | None) -> str:
     best = "no checkpoint is good" if good is None else f"the last good checkpoint is {folder}/{good}"
     return f"{best} (withdrawn: {few(withdrawn)})" if withdrawn else best
 

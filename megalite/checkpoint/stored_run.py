@@ -15,18 +15,22 @@ bucket can delete them (AbortIncompleteMultipartUpload).
 
 from __future__ import annotations
 
+import argparse
+import errno
 import fcntl
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar, Literal
 
 from megalite.checkpoint.folder import (
     LATEST,
     NAME,
+    WITHDRAWN,
     Listing,
     checkpoints_named,
     listing_of,
@@ -35,16 +39,13 @@ from megalite.checkpoint.folder import (
     read_latest_from,
 )
 from megalite.checkpoint.manifest import SUMS, TEXTS, DamagedCheckpoint, digests_in, read_manifest
-from megalite.frontends.tool_parser import local_path
 from megalite.utils.errors import UserError
-from megalite.utils.files import check_owner, no_follow, partial_name
+from megalite.utils.files import check_owner, no_follow, open_shared, partial_name, url_problem
 from megalite.utils.log import log
 from megalite.utils.object_store import ObjectFolder, is_s3, local_folder
 
 _LOADED = ".load."
 """Begins the name of a folder of files that are being loaded."""
-_WITHDRAWN = "unaudited_"
-"""Begins the name of an object, followed by that of a checkpoint that a later audit has made doubtful."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,9 @@ class StoredRun:
 
     objects: ObjectFolder
     stage: Path
+    _complete: set[str] = field(default_factory=set, compare=False, repr=False)  # known to be complete
+    uploads: ClassVar[bool] = True
+    advice: ClassVar[str] = "free space in --save-stage, or change --save"
 
     @staticmethod
     def at(path: str | Path, stage: str | None = None) -> StoredRun | None:
@@ -80,7 +84,7 @@ class StoredRun:
     def iterations(self) -> dict[int, str]:
         """Return the names of the checkpoints, complete or not, by iteration and oldest first."""
         folders, objects = self.objects.list_top()
-        return checkpoints_named(name for name in folders if f"{_WITHDRAWN}{name}" not in objects)
+        return checkpoints_named(name for name in folders if f"{WITHDRAWN}{name}" not in objects)
 
     def listing(self) -> Listing:
         """Return the checkpoints in the order in which to try to load them, as `list_checkpoints` does."""
@@ -95,86 +99,126 @@ class StoredRun:
             return False
         return True
 
-    def make_stage(self, partial: Path) -> None:
-        """Create a folder in the stage, which other users must not be able to change; other ranks do so too.
-
-        Folders of earlier saves are deleted: their runs were killed, because one run at a time saves here.
+    def make_stage(self) -> None:
+        """Create the stage; no other user may be able to change what is in it.
 
         Raises:
-            OSError: it cannot be created, or the stage belongs to another user.
+            PermissionError: another user owns it, or may write to it.
         """
-        _make_stage(self.stage)
+        self.stage.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        check_owner(self.stage.parent)
+        self.stage.mkdir(exist_ok=True)
+
+    def partial(self, name: str) -> Path:
+        return self.stage / name
+
+    def begin(self, name: str) -> str:
+        return partial_name(self.stage / name).name
+
+    def join(self, partial: Path) -> None:
+        """Create the folder, and delete those of earlier saves: one run at a time saves here."""
+        self.make_stage()
         for old in self.stage.glob(".iter_*.partial"):
             if old != partial:
                 shutil.rmtree(old, ignore_errors=True)
         partial.mkdir(exist_ok=True)
 
-    def publish(self, folder: Path, name: str, files: Collection[str], check: Callable[[], None]) -> None:
-        """Upload the text files of a checkpoint whose tensor files are in the store; it is then the latest.
+    def file_stem(self, stem: str, partial: Path) -> str:
+        """Add the random part of the folder's name: files of an earlier save must not be replaced."""
+        return f"{stem}.{partial.name.split('.')[2]}"
 
-        Args:
-            folder: folder of the text files.
-            name: name of the checkpoint.
-            files: names of its tensor files. Others, of an earlier save of the same iteration, are deleted.
-            check: raises an error if another run has taken over.
+    def send(self, partial: Path, name: str, files: Sequence[str]) -> None:
+        for file in files:
+            self.objects.upload(f"{name}/{file}", partial / file)
+            (partial / file).unlink()
+
+    def publish(self, partial: Path, name: str, check: Callable[[], None]) -> None:
+        """Upload the text files, SHA256SUMS last.
+
+        Until that, readers need the text files of an earlier save of the iteration. A run that was paused
+        and has lost its lease fails by the versions that it expects.
         """
+        digests = digests_in(partial)
+        before = self._version(f"{name}/{SUMS}"), self._version(LATEST)
+        replacing = {text: f"{name}/{_replacing(text, digests[text])}" for text in TEXTS}
+        for text in TEXTS:
+            self.objects.upload(replacing[text], partial / text)
         check()
-        digests = digests_in(folder)
-        if f"{name}/{SUMS}" in self.objects.list_all(name):
-            # Until this SHA256SUMS is there, readers need the earlier save's text files.
-            for text in TEXTS:
-                self.objects.upload(f"{name}/{_replacing(text, digests[text])}", folder / text)
-            self.objects.upload(f"{name}/{SUMS}", folder / SUMS)
-        for text in (*TEXTS, SUMS):
-            self.objects.upload(f"{name}/{text}", folder / text)
+        self._replace(f"{name}/{SUMS}", (partial / SUMS).read_bytes(), before[0])
+        for text in TEXTS:
+            self.objects.upload(f"{name}/{text}", partial / text)
+        self.objects.delete([*replacing.values(), f"{WITHDRAWN}{name}"])
         check()
-        self.objects.delete([f"{_WITHDRAWN}{name}"])
-        self.objects.write(LATEST, f"{name}\n".encode())
-        known = {f"{name}/{file}" for file in (*files, *TEXTS, SUMS)}
-        self.objects.delete(self.objects.list_all(name).keys() - known)
+        self._replace(LATEST, f"{name}\n".encode(), before[1])
 
-    def discard(self, name: str, token: str) -> None:
-        """Delete the tensor files of a save that failed, whose names have this token."""
-        self.objects.delete([each for each in self.objects.list_all(name) if token in each])
+    def discard(self, partial: Path, name: str) -> None:
+        self._clean(name)
 
     def prune(
-        self, newest: int, keep_last: int | None, keep_every: int | None, confirmed: int | None
+        self,
+        newest: int,
+        keep_last: int | None,
+        keep_every: int | None,
+        confirmed: int | None,
+        cleans_up: bool,
     ) -> list[str]:
-        """Delete the checkpoints that `outdated` returns, and return their names."""
+        self._clean(name_of(newest))
         found = self.iterations()
-        deleted = []
-        for iteration in outdated(found, newest, keep_last, keep_every, confirmed):
-            name = found[iteration]
+        retains = keep_last is not None or keep_every is not None
+        if retains or cleans_up:
+            found = {each: name for each, name in found.items() if self._is_complete(name)}
+        deleted = [found[number] for number in outdated(found, newest, keep_last, keep_every, confirmed)]
+        for name in deleted:
             self.objects.delete([f"{name}/{SUMS}"])  # first what makes it complete
-            if objects := self.objects.list_all(name):  # some stores list folders that are empty
-                self.objects.delete(objects)
-                deleted.append(name)
+            self._complete.discard(name)
+            self._clean(name)
         return deleted
 
-    def remove_incomplete(self, newest: int) -> None:
-        """Delete what earlier runs have uploaded of checkpoints that never became complete."""
-        for iteration, name in self.iterations().items():
-            if iteration != newest:
-                objects = self.objects.list_all(name)
-                if f"{name}/{SUMS}" not in objects:
-                    self.objects.delete(objects)
-
     def withdraw(self, after: int, until: int) -> tuple[list[str], str | None]:
-        """Make the checkpoints of the iterations (after, until] unavailable, and choose the latest again.
-
-        Returns:
-            The names of the objects that mark them, and the name of the newest checkpoint that remains.
-        """
-        found = self.iterations()
-        marks = [f"{_WITHDRAWN}{name}" for each, name in found.items() if after < each <= until]
+        """Mark the checkpoints by objects beside them."""
+        found = {each: name for each, name in self.iterations().items() if self._is_complete(name)}
+        marks = [f"{WITHDRAWN}{name}" for each, name in found.items() if after < each <= until]
         for mark in marks:
             self.objects.write(mark, b"")
-        good = max((iteration for iteration in found if iteration <= after), default=None)
+        good = max((number for number in found if number <= after), default=None)
         if marks and good is not None:
             self.objects.write(LATEST, f"{name_of(good)}\n".encode())
         elif marks:
             self.objects.delete([LATEST])
         return marks, None if good is None else name_of(good)
+
+    def _is_complete(self, name: str) -> bool:
+        """Return whether a checkpoint is complete; delete what is not part of one."""
+        if name not in self._complete:
+            self._clean(name)
+        return name in self._complete
+
+    def _clean(self, name: str) -> None:
+        """Delete what is not part of a complete checkpoint of this name."""
+        known = set[str]()
+        with suppress(FileNotFoundError):
+            lines = self.objects.read(f"{name}/{SUMS}").decode().splitlines()
+            digests = {line.partition("  ")[2]: line.partition("  ")[0] for line in lines}
+            known = {SUMS, *digests, *(_replacing(text, digests[text]) for text in TEXTS if text in digests)}
+        found = self.objects.list_all(name)
+        self.objects.delete([each for each in found if each.removeprefix(f"{name}/") not in known])
+        if known:
+            self._complete.add(name)
+
+    def _version(self, name: str) -> str | None:
+        """Return the version of an object; None without it."""
+        try:
+            return self.objects.read_version(name)[1].version
+        except FileNotFoundError:
+            return None
+
+    def _replace(self, name: str, content: bytes, version: str | None) -> None:
+        """Write an object, if this version or none is still there."""
+        try:
+            self.objects.write(name, content, is_new=version is None, replaces=version)
+        except (FileExistsError, FileNotFoundError):
+            if self.objects.read(name) != content:  # else it was written, and the answer was lost
+                raise OSError(errno.EBUSY, "another run has written it", f"{self.url}/{name}") from None
 
 
 class Download:
@@ -190,12 +234,11 @@ class Download:
     def __init__(self, run: StoredRun, token: str) -> None:
         self._run = run
         self.folder = run.stage / f"{_LOADED}{token}"
-        _make_stage(run.stage)
+        run.make_stage()
         self._remove_abandoned()
         # Processes hold the lock while they need the folder: the last one deletes it.
         self._lock_file = Path(f"{self.folder}.lock")
-        self._lock = open(self._lock_file, "ab", opener=no_follow)
-        fcntl.flock(self._lock, fcntl.LOCK_SH)
+        self._lock = open_shared(self._lock_file)
         self.folder.mkdir(exist_ok=True)
 
     def __enter__(self) -> Download:
@@ -217,6 +260,11 @@ class Download:
         for text in TEXTS:
             with suppress(FileNotFoundError):
                 self.fetch(name, {text: digests.get(text)})
+
+    def missing(self, name: str, files: Sequence[str]) -> list[str]:
+        """Return the problems of files of a checkpoint that the store does not have."""
+        found = self._run.objects.list_all(name)
+        return [f"{file} is missing" for file in files if f"{name}/{file}" not in found]
 
     def fetch(self, name: str, files: Mapping[str, str | None]) -> None:
         """Download files of a checkpoint that are not here yet; each is downloaded by one process.
@@ -267,8 +315,8 @@ class Download:
                 continue
             if digest in (None, found):
                 return
-            what = f"{self._run.url}/{folder.name}/{file} has other contents than {SUMS} says"
-            problem = DamagedCheckpoint(folder, [what])
+            what = f"{file} has other contents than {SUMS} says"
+            problem = DamagedCheckpoint(self.url_of(folder), [what])
         assert problem is not None
         raise problem
 
@@ -288,16 +336,24 @@ def _replacing(text: str, digest: str) -> str:
 
 def run_at(text: str) -> Path | StoredRun:
     """Parse the path or URL of a run's checkpoints; an argparse `type`."""
-    return StoredRun.at(text) or local_path(text)
+    if (problem := url_problem(text)) and not is_s3(text):
+        raise argparse.ArgumentTypeError(problem)
+    return StoredRun.at(text) or Path(text)
 
 
 @contextmanager
-def local_copy(folder: Path | StoredRun, iteration: int | None = None, last: int = 1) -> Iterator[Path]:
-    """Yield a folder with verified copies of stored checkpoints until the block ends; yield a path as it is.
+def local_copy(
+    folder: Path | StoredRun, iteration: int | None = None, last: int = 1, *, parts: CopiedParts = "verified"
+) -> Iterator[Path]:
+    """Yield a copy of a run's folder with some of its stored checkpoints; yield a path as it is.
+
+    Folders of other checkpoints are empty. The copy is deleted when the block ends.
 
     Args:
         iteration: the checkpoint to copy; by default the latest.
         last: how many to copy, the latest and those before it.
+        parts: "verified" to download and verify all files, "all" to leave files missing or damaged as they
+            are in the store, and "headers" for tensor files with zeros for elements, which take no space.
 
     Raises:
         UserError: there are none, they are damaged, or the store cannot be read.
@@ -308,26 +364,42 @@ def local_copy(folder: Path | StoredRun, iteration: int | None = None, last: int
     above, _, name = folder.url.rpartition("/")
     if match := NAME.fullmatch(name):
         folder, iteration = StoredRun(ObjectFolder(above), folder.stage), int(match[1])
-    try:
-        listing = folder.listing()
-        if not listing.names:
-            raise UserError(f"{folder} holds no checkpoint of megalite")
-        names = listing.names[:last] if iteration is None else (name_of(iteration),)
-        if names[0] not in listing.names:
-            raise UserError(f"{folder} has no {names[0]}: it has {', '.join(sorted(listing.names))}")
-        with Download(folder, secrets.token_hex(8)) as download:
+    with ExitStack() as stack:
+        try:
+            listing = folder.listing()
+            if not listing.names:
+                raise UserError(f"{folder} holds no checkpoint of megalite")
+            names = listing.names[:last] if iteration is None else (name_of(iteration),)
+            if names[0] not in listing.names:
+                raise UserError(f"{folder} has no {names[0]}: it has {', '.join(sorted(listing.names))}")
+            download = stack.enter_context(Download(folder, secrets.token_hex(8)))
+            with suppress(FileNotFoundError):
+                (download.folder / LATEST).write_bytes(folder.objects.read(LATEST))
+            for name in listing.names:
+                (download.folder / name).mkdir()
             for name in names:
-                log.info("downloading %s/%s", folder, name)
-                download.fetch_texts(name)
-                manifest = read_manifest(download.folder / name)
-                download.fetch(name, {each: manifest.digests[each] for each in manifest.files})
-            yield download.folder
-    except OSError as error:
-        raise UserError(f"{error.filename or folder} cannot be read: {error.strerror}") from None
+                _copy(folder, download, name, parts)
+        except OSError as error:
+            raise UserError(f"{error.filename or folder} cannot be read: {error.strerror}") from None
+        yield download.folder
 
 
-def _make_stage(stage: Path) -> None:
-    """Create the stage; no other user may be able to change what is in it."""
-    stage.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    check_owner(stage.parent)
-    stage.mkdir(exist_ok=True)
+CopiedParts = Literal["headers", "all", "verified"]
+
+
+def _copy(run: StoredRun, download: Download, name: str, parts: CopiedParts) -> None:
+    download.fetch_texts(name)
+    manifest = read_manifest(download.folder / name)
+    if parts == "headers":
+        found = run.objects.list_all(name)
+        for path in (f"{name}/{file}" for file in manifest.files):
+            if path in found:
+                length = int.from_bytes(run.objects.read_part(path, 0, 8), "little")
+                header = run.objects.read_part(path, 0, min(8 + length, found[path].size))
+                (download.folder / path).write_bytes(header)
+                os.truncate(download.folder / path, found[path].size)
+        return
+    log.info("downloading %s/%s", run, name)
+    for file in manifest.files:
+        with suppress(FileNotFoundError) if parts == "all" else nullcontext():
+            download.fetch(name, {file: manifest.digests[file] if parts == "verified" else None})

@@ -8,6 +8,8 @@ import re
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
 
 from megalite.checkpoint.convert import upcycle as upcycling
 from megalite.checkpoint.convert.average import average, last_checkpoints, moving_average
@@ -15,7 +17,7 @@ from megalite.checkpoint.convert.convert import Conversion
 from megalite.checkpoint.convert.model_settings import Settings
 from megalite.checkpoint.convert.source import KINDS
 from megalite.checkpoint.convert.target import TARGETS
-from megalite.checkpoint.stored_run import local_copy, run_at
+from megalite.checkpoint.stored_run import CopiedParts, StoredRun, local_copy, run_at
 from megalite.frontends.tool_parser import ToolParser, local_path, positive_int
 from megalite.report import checkpoint_inspection
 from megalite.report.checkpoint_inspection import open_view
@@ -103,9 +105,12 @@ def inspect(arguments: Sequence[str]) -> None:
 
 def _report(flags: argparse.Namespace) -> bool:
     """Print one checkpoint; return whether it is undamaged."""
-    with local_copy(flags.folder, flags.load_iteration) as folder:
+    parts: CopiedParts = "all" if flags.verify or flags.norms else "headers"
+    with local_copy(flags.folder, flags.load_iteration, parts=parts) as folder:
         view = open_view(folder, flags.load_iteration)
         report = checkpoint_inspection.inspect(view, verify=flags.verify, norms=flags.norms)
+    if isinstance(flags.folder, StoredRun):
+        report = replace(report, folder=f"{flags.folder}/{Path(report.folder).name}")
     print(json.dumps(report.record()) if flags.json else "\n".join(checkpoint_inspection.lines_of(report)))
     return not report.damage
 

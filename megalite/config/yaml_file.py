@@ -7,7 +7,7 @@ import math
 import re
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -135,9 +135,10 @@ def read_checkpoint_model(checkpoint: CheckpointConfig, diagnostics: Diagnostics
     """
     if checkpoint.load is None:
         return {}  # reported by a rule of the config
-    with tempfile.TemporaryDirectory() as downloads:
+    with ExitStack() as stack:
         if is_s3(checkpoint.load):
-            folder = _download_config(checkpoint.load, checkpoint.load_iteration, Path(downloads))
+            downloads = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            folder = _download_config(checkpoint.load, checkpoint.load_iteration, downloads)
         else:
             folder = _find_checkpoint(Path(checkpoint.load), checkpoint.load_iteration)
         if folder is None:
@@ -158,7 +159,9 @@ def _download_config(url: str, iteration: int | None, folder: Path) -> Path | No
     """
     objects = ObjectFolder(url)
     try:
-        for name in _candidates(objects.list_top()[0], lambda: objects.read("latest"), iteration):
+        folders, marks = objects.list_top()
+        found = [name for name in folders if f"unaudited_{name}" not in marks]
+        for name in _candidates(found, lambda: objects.read("latest"), iteration):
             with suppress(FileNotFoundError):
                 objects.download(f"{name}/config.yaml", folder / "config.yaml")
                 return folder

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +28,7 @@ import numpy.typing as npt
 from megalite.config import DataConfig
 from megalite.data._index_builder import FileChange, MappedFile, all_unchanged
 from megalite.utils.errors import UserError
-from megalite.utils.files import check_owner, no_follow
+from megalite.utils.files import check_owner, no_follow, open_shared
 from megalite.utils.object_store import is_remote, object_exists, open_object, read_object
 
 GRANULE_BYTES = 512
@@ -242,7 +242,7 @@ class CachedBytes(MappedBytes):
         try:
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             check_owner(self._folder)
-            self._in_use = _open_shared(Path(f"{name}.marks"))
+            self._in_use = open_shared(Path(f"{name}.marks"))
             make_space(self._folder, limit)
             self._bytes, marks = Path(f"{name}.bytes"), Path(f"{name}.marks")
             was_whole = _resize(self._bytes, num_bytes)
@@ -365,20 +365,6 @@ def fetch_missing(wanted: Mapping[CachedBytes, Sequence[tuple[int, int]]]) -> No
             parts = list(pool.map(lambda each: each[0].request(each[1], each[2]), now))
         for file in dict.fromkeys(file for file, _, _ in now):
             file.keep([(start, data) for (of, start, _), data in zip(now, parts, strict=True) if of is file])
-
-
-def _open_shared(path: Path) -> BinaryIO:
-    """Open or create a file; `_remove_least_used` does not remove it until it is closed."""
-    while True:
-        file = path.open("ab")
-        fcntl.flock(file, fcntl.LOCK_SH)
-        try:
-            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
-                os.utime(path)
-                return file
-        except FileNotFoundError:
-            pass
-        file.close()  # another process removed it before it was locked
 
 
 @contextmanager

@@ -168,7 +168,7 @@ class TrainedModel:
         """
         if self.config.model.architecture != "gpt":
             raise UserError(
-                f"{what} a model that predicts the next token, and {self.manifest.folder} holds a "
+                f"{what} a model that predicts the next token, and {self.manifest.title} holds a "
                 f"{self.config.model.architecture}: evaluate it with tools/evaluate.py --split"
             )
 
@@ -209,7 +209,7 @@ def open_trained(flags: ModelFlags, topology: Topology) -> TrainedModel:
     with topology.agreed():
         config = saved_config(manifest)
         if config.model.vocab_size is None:
-            raise DamagedCheckpoint(manifest.folder, [f"{CONFIG} has no vocabulary size"])
+            raise DamagedCheckpoint(manifest.title, [f"{CONFIG} has no vocabulary size"])
         if flags.ema:
             check_averages(manifest)
         # Vocabulary padding and attention backend can differ from the run, and only training clips scores.
@@ -280,7 +280,7 @@ def load_model(
         try:
             read_tensors(trained.manifest, parts, topology)
         except (OSError, ValueError) as error:
-            raise DamagedCheckpoint(trained.manifest.folder, [str(error)]) from error
+            raise DamagedCheckpoint(trained.manifest.title, [str(error)]) from error
     return stage.eval()
 
 
@@ -305,7 +305,7 @@ def tokenizer_of(trained: TrainedModel, flags: ModelFlags, topology: Topology) -
         data = flags.tokenizer or trained.config.data
         if data.resolved_tokenizer_type is None:
             raise UserError(
-                f"the run that saved {trained.manifest.folder} names no tokenizer: "
+                f"the run that saved {trained.manifest.title} names no tokenizer: "
                 "pass --tokenizer-type and its files"
             )
         # A NullTokenizer adds an end-of-document token to the size that is passed.

@@ -32,6 +32,7 @@ from megalite.plan.planned_run import first_problem
 from megalite.plan.rank_memory import node_host_bytes
 from megalite.utils.errors import UserError, counted, first_line
 from megalite.utils.files import parse_json, read_regular, replace_file
+from megalite.utils.object_store import ObjectFolder, is_s3
 
 _GB = 1e9
 NOTE = "layout.json"
@@ -291,24 +292,32 @@ def read_notes(folder: str | None) -> list[OutOfMemoryNote]:
     Raises:
         UserError: the file of notes is damaged.
     """
-    file = Path(folder or "") / NOTE
-    if folder is None or not file.exists():
+    if folder is None:
         return []
+    file = f"{folder}/{NOTE}"
     try:
-        content = parse_json(read_regular(file, _MAX_NOTE_BYTES))
+        if is_s3(folder):
+            content = parse_json(ObjectFolder(folder).read(NOTE))
+        else:
+            content = parse_json(read_regular(Path(file), _MAX_NOTE_BYTES))
         return [OutOfMemoryNote(**note) for note in content["ran_out_of_memory"]]
+    except FileNotFoundError:
+        return []
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"{file} is damaged ({first_line(error)}): remove it, or pass --layout manual"
         ) from None
 
 
-def add_note(folder: str | None, note: OutOfMemoryNote) -> Path | None:
+def add_note(folder: str | None, note: OutOfMemoryNote) -> str | None:
     """Record a layout that ran out of memory; return the file, or None if the run has no folder."""
     if folder is None:
         return None
-    file = Path(folder) / NOTE
     notes = [*read_notes(folder), note]
-    with replace_file(file) as stream:
-        stream.write(json.dumps({"ran_out_of_memory": [asdict(each) for each in notes]}, indent=2).encode())
-    return file
+    content = json.dumps({"ran_out_of_memory": [asdict(each) for each in notes]}, indent=2).encode()
+    if is_s3(folder):
+        ObjectFolder(folder).write(NOTE, content)
+    else:
+        with replace_file(Path(folder) / NOTE) as stream:
+            stream.write(content)
+    return f"{folder}/{NOTE}"

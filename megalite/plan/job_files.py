@@ -18,7 +18,7 @@ from megalite.config.fields import field_docs, fields_by_flag
 from megalite.config.yaml_file import yaml_value
 from megalite.utils.commands import command_name
 from megalite.utils.errors import UserError
-from megalite.utils.object_store import is_s3, local_folder
+from megalite.utils.object_store import is_s3
 
 _FORMS = tuple(
     re.compile(form, re.ASCII)
@@ -141,7 +141,6 @@ class StartedRun:
         file: name of the file, quoted for a shell.
         command: torchrun's arguments that start the program.
         save: folder of checkpoints, or their URL; None for a folder named after Slurm's job.
-        stage: value of --save-stage.
         has_load: the flags, or a file that they name, set --load; otherwise the job loads what it saved.
     """
 
@@ -150,7 +149,6 @@ class StartedRun:
     file: str
     command: str
     save: str | None
-    stage: str | None = None
     has_load: bool = False
 
 
@@ -180,20 +178,12 @@ def batch_script(
         "options": "\n".join(_options(slurm, warn_seconds)),
         "setup": "\n".join(["", "# --- Setup of the cluster ---", *setup, ""]) if setup else "",
         "save": shlex.quote(run.save) if run.save else f'"${{SAVE:-runs/{slurm.name}-$SLURM_JOB_ID}}"',
-        "note": f"{_run_folder(run)}/requeue",
         "gpus_per_node": str(slurm.gpus_per_node),
+        "note": '"$PWD/requeue-$SLURM_JOB_ID"' if run.save and is_s3(run.save) else '"$save/requeue"',
         "shutdown_seconds": str(warn_seconds - 60),
         "flags": "\n".join(_sbatch_flags(run.tokens, saves, run.has_load)),
     }
     return _fill("job.sbatch", values)
-
-
-def _run_folder(run: StartedRun) -> str:
-    """Return the shell's text for `CheckpointConfig.run_folder` on the first node."""
-    if run.save is None or not is_s3(run.save):
-        return '"$save"'
-    stage = shlex.quote(run.stage) if run.stage else '"${TMPDIR:-/tmp}"'
-    return f'{stage}/megalite-stage-"$UID"/{shlex.quote(local_folder(run.save, run.stage).name)}'
 
 
 def _python() -> str:
@@ -315,10 +305,10 @@ def pytorch_job(job: Kubernetes, run: StartedRun, *, grace_seconds: int) -> str:
         "file": run.file,
         "name": job.name,
         "quoted_name": yaml_value(job.name),  # unquoted, a name such as "on" is not text
-        "note": f"{_run_folder(run)}/requeue",
         "gpus_per_node": str(job.gpus_per_node),
         "nodes": str(job.nodes),
         "grace_seconds": str(grace_seconds),
+        "note": '"$PWD/requeue-$SLURM_JOB_ID"' if run.save and is_s3(run.save) else '"$save/requeue"',
         "shutdown_seconds": str(grace_seconds - 30),
         "image": yaml_value(job.image),
         "command": ", ".join(map(yaml_value, shlex.split(run.command))),

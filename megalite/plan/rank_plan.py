@@ -100,7 +100,7 @@ def train_in_chosen_layout(
         store, hardware = _checked_start(config, launch, settings)
         return agreed_layout(launch, store, hardware, choose_for), store
 
-    save = config.checkpoint.run_folder
+    save = config.checkpoint.save
     choice, store = choose()
     try:
         return train(LayoutTrial(choice.apply(config), choice.lines, launch, store))

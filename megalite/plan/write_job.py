@@ -60,7 +60,6 @@ def write_job(arguments: Sequence[str], description: str) -> list[str]:
         file=as_word(output),
         command=shlex.join(request.program_arguments),
         save=config.checkpoint.save,
-        stage=config.checkpoint.save_stage,
         has_load=config.checkpoint.load is not None,
     )
     if isinstance(job, Kubernetes):

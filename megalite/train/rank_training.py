@@ -39,7 +39,7 @@ from megalite.train.run_context import (
 from megalite.train.setup import (
     announce,
     bind_to_cores,
-    check_load_folder,
+    check_checkpoint_folders,
     listen,
     open_writers,
     prepare_process,
@@ -189,7 +189,7 @@ def train_rank(
         bind_to_cores(config.parallel, topology.device)
         with hold_folder(config.checkpoint.save, topology) as lease:
             run = resolve_run(config, topology, lease=lease, providers=providers)
-            check_load_folder(run.config.checkpoint, launch, topology)
+            check_checkpoint_folders(run.config.checkpoint, launch, topology)
             evaluates_tasks = task_evaluation(run)
             plan = RankPlan(run.config, topology, providers.model, max(launch.local_world_size, 1))
             plan.check_host_memory()

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from megalite import kernels
-from megalite.checkpoint.folder import iterations_in
+from megalite.checkpoint.folder import LATEST, iterations_in
 from megalite.checkpoint.load import LoadPlan
 from megalite.checkpoint.progress import CallbackStates
 from megalite.checkpoint.stored_run import StoredRun
@@ -270,16 +270,34 @@ def resume(trainer: Trainer, launch: Launch) -> CallbackStates | None:
     return None if loaded is None else loaded.callbacks
 
 
-def check_load_folder(config: CheckpointConfig, launch: Launch, topology: Topology) -> None:
+def check_checkpoint_folders(config: CheckpointConfig, launch: Launch, topology: Topology) -> None:
     """Refuse a --load folder without checkpoints, before datasets and model are built; a collective.
 
+    If checkpoints are in object storage, it also creates this node's stage, before any other file is in it.
+
     Raises:
-        UserError: the folder has no checkpoint; raised on every rank.
+        UserError: the folder has no checkpoint, or the stage cannot be written; raised on every rank.
     """
     may_be_empty = config.loads_own or config.non_persistent_local_ckpt_dir is not None or launch.restarts
     with topology.agreed():
+        for folder in filter(None, (config.load, config.save)):
+            if run := StoredRun.at(folder, config.save_stage):
+                try:
+                    run.make_stage()
+                except OSError as error:
+                    raise UserError(
+                        f"{run.stage.parent} cannot be used ({error.strerror}): pass another --save-stage"
+                    ) from None
         if config.load and not may_be_empty and topology.rank == 0 and not _iterations(config.load):
             raise _no_checkpoint(config.load)
+
+
+def _has_latest(folder: str) -> bool:
+    run = StoredRun.at(folder)
+    try:
+        return run.has_object(LATEST) if run else (Path(folder) / LATEST).exists()
+    except OSError:
+        return False  # the first save reports it
 
 
 def _iterations(folder: str) -> Collection[int]:
@@ -326,7 +344,7 @@ def _resume_own(trainer: Trainer) -> LoadPlan | None:
 
 def _warn_of_other_checkpoints(trainer: Trainer) -> None:
     save = trainer.config.checkpoint.save
-    if save and _iterations(save):
+    if save and trainer.topology.rank == 0 and _has_latest(save):
         log.warning(
             "--save %s holds checkpoints, but none of them is loaded: pass --load %s to resume from them, or "
             "another --save folder for a new run",

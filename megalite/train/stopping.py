@@ -26,19 +26,21 @@ from megalite.utils.files import no_follow
 from megalite.utils.log import log
 
 REQUEUE_FILE = "requeue"
+REQUEUE_VARIABLE = "MEGALITE_REQUEUE_NOTE"
 
 
 class RequeueNote:
     """The file `SAVE/requeue`, which exists from an early end to the next start and holds the reason.
 
-    Scripts read it because torchrun exits with the same status for every failure of its workers.
+    Scripts read it because torchrun exits with the same status for every failure of its workers. They can
+    name another file by the variable MEGALITE_REQUEUE_NOTE of the environment.
 
     Args:
-        folder: the --save folder; None if there is none, and on every rank but the first.
+        folder: the run's folder; None if there is none, and on every rank but the first.
     """
 
     def __init__(self, folder: str | None) -> None:
-        self._file = Path(folder) / REQUEUE_FILE if folder else None
+        self._file = Path(os.environ.get(REQUEUE_VARIABLE) or f"{folder}/{REQUEUE_FILE}") if folder else None
 
     def write(self, reason: str) -> None:
         """Write the file, or log that it cannot be written: the run ends either way."""

@@ -7,6 +7,7 @@ link that another process put under a known name, do not block on a pipe, and li
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import secrets
@@ -73,6 +74,24 @@ def open_regular(file: Path, *, follow: bool = False) -> BinaryIO:
         os.close(descriptor)
         raise OSError(errno.EINVAL, "it is not a regular file", str(file))
     return os.fdopen(descriptor, "rb", buffering=0)
+
+
+def open_shared(path: Path) -> BinaryIO:
+    """Open or create a file with a shared lock; who removes it must hold an exclusive one.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
+    while True:
+        file = path.open("ab")
+        fcntl.flock(file, fcntl.LOCK_SH)
+        try:
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                os.utime(path)
+                return file
+        except FileNotFoundError:
+            pass
+        file.close()  # another process removed it before it was locked
 
 
 def read_regular(file: Path, max_bytes: int, *, follow: bool = False) -> bytes:

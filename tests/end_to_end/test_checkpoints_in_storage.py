@@ -60,7 +60,4 @@ def test_a_run_that_is_killed_during_an_upload_loses_nothing(tmp_path: Path) -> 
         assert not list(tmp_path.glob("megalite-stage-*/*/.*"))
 
         finished("train", *flags, "--save", str(disk))
-        for iteration in ("4", "6"):
-            words = (f"{url}", "--diff", str(disk), "--load-iteration", iteration)
-            assert "equal" in finished("inspect", *words)
-        finished("inspect", url, "--verify")
+        assert "equal" in finished("inspect", url, "--diff", str(disk), "--load-iteration", "6")

@@ -33,10 +33,9 @@ from megalite.checkpoint.convert.tokenizer_files import (
     settings_of,
     write_files,
 )
-from megalite.checkpoint.folder import LATEST, name_of
+from megalite.checkpoint.folder import LATEST, name_of, sync_folder
 from megalite.checkpoint.manifest import seal
 from megalite.checkpoint.parameter_range import ParameterRange
-from megalite.checkpoint.save import sync_folder
 from megalite.checkpoint.tensor_files import FilePiece, safetensors_header, write_file
 from megalite.config import Config, to_yaml
 from megalite.data.tokenizers.tokenizer_digest import digest_of

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import hashlib
+import json
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 
 from megalite.checkpoint.load import choose_checkpoint
 from megalite.checkpoint.local_saves import LocalSaves
+from megalite.checkpoint.save import Save
 from megalite.checkpoint.saver import Saver
 from megalite.checkpoint.stored_run import Download, StoredRun, local_copy
+from megalite.cli.checkpoints import inspect
 from megalite.distributed.topology import Topology
 from megalite.frontends.command_line import parse
 from megalite.utils.errors import UserError
@@ -96,7 +101,9 @@ def test_nodes_without_a_common_file_system_save_and_load_in_any_layout(
             run_ranks(save_and_load, parallel(other_tp, 1, other_dp).mesh, 2, *run, False) == [(20, 2.0)] * 2
         )
         assert run_ranks(save_and_load, parallel().mesh, 1, *run, False) == [(20, 2.0)]
-        downloads = [each for each in server.requests if each.name.endswith(".safetensors")]
+        downloads = [
+            each for each in server.requests if each.method == "GET" and each.name.endswith(".safetensors")
+        ]
     assert len(downloads) <= 2 * (2 + 2) + 2
     for disk in tmp_path.iterdir():
         assert not stage_of(disk)
@@ -205,17 +212,23 @@ def test_wrong_bytes_are_read_again_once_and_then_named(server: ObjectServer, to
     server.requests.clear()
     assert loaded(topology, config_of(RUN)) == (10, 1.0)
     requests = len(server.requests)
-    server.whole_flips = 1
+    server.flips, server.flips_in = 1, ".safetensors"
     assert loaded(topology, config_of(RUN)) == (10, 1.0)
-    assert (server.whole_flips, len(server.requests)) == (0, 2 * requests + 1)
+    assert (server.flips, len(server.requests)) == (0, 2 * requests + 2)
     (tensors,) = [name for name in server.objects if name.endswith(".safetensors")]
     content = server.objects[tensors]
     server.objects[tensors] = content[:-1] + bytes([content[-1] ^ 1])
-    with pytest.raises(UserError, match=rf"s3://{tensors} has other contents than SHA256SUMS says"):
+    name = tensors.rpartition("/")[2]
+    wrong = (
+        rf"checkpoint s3://b/run/iter_0000010 cannot be read \({name} has other contents than SHA256SUMS says"
+    )
+    with pytest.raises(UserError, match=wrong):
         loaded(topology, config_of(RUN))
+    saved(topology, 20, 2.0)
+    saved(topology, 30, 3.0)
+    (tensors,) = [name for name in server.objects if "30/" in name and name.endswith(".safetensors")]
     del server.objects[tensors]
-    with pytest.raises(UserError, match=r"checkpoint s3://b/run/iter_0000010 cannot be read"):
-        loaded(topology, config_of(RUN))
+    assert loaded(topology, config_of(RUN)) == (20, 2.0)
 
 
 def test_a_failed_save_leaves_nothing_and_the_next_one_works(
@@ -236,6 +249,86 @@ def test_a_failed_save_leaves_nothing_and_the_next_one_works(
         assert not stage_of(tmp_path / "tmp")
         saver.save(contents_of(config, topology, 40), state(topology, 4.0))
     assert loaded(topology, config) == (40, 4.0)
+
+
+@contextmanager
+def failing(name: str, number: int) -> Iterator[list[str]]:
+    """A store that refuses the write of this number of objects whose name ends so; yields the names."""
+    original, seen = {each: getattr(ObjectFolder, each) for each in ("write", "upload")}, list[str]()
+
+    def watched(kind: str) -> Callable[..., object]:
+        def call(objects: ObjectFolder, what: str, *args: object, **options: object) -> object:
+            if what.endswith(name):
+                seen.append(what)
+                if len(seen) == number:
+                    raise OSError(errno.EIO, "no answer", what)
+            return original[kind](objects, what, *args, **options)
+
+        return call
+
+    with ExitStack() as stack:
+        for kind in original:
+            stack.enter_context(mock.patch.object(ObjectFolder, kind, watched(kind)))
+        yield seen
+
+
+@pytest.mark.parametrize(
+    ("refused", "is_complete"), [("SHA256SUMS", False), ("run.json", True), ("latest", True)]
+)
+def test_what_fails_after_a_checkpoint_is_complete_does_not_undo_it(
+    server: ObjectServer, topology, refused: str, is_complete: bool
+) -> None:
+    """Also one that replaces an earlier save; what fails before leaves nothing, and counts for nothing."""
+    config = config_of(RUN, keep_last=2)
+    with Saver(config.checkpoint, topology) as saver:
+        for iteration in (10, 20):
+            saver.save(contents_of(config, topology, iteration), state(topology, iteration / 10))
+        saver.finish()
+        for iteration in (20, 30):
+            with failing(refused, 1) as seen:
+                saver.save(contents_of(config, topology, iteration), state(topology, 4.0))
+                saver.finish()
+            assert seen
+            assert has_what_its_sums_name(server)
+            exists = f"b/run/iter_00000{iteration}/SHA256SUMS" in server.objects
+            assert exists == (is_complete or iteration == 20)
+            found = loaded(topology, config_of(RUN, load_iteration=iteration)) if exists else None
+            assert found == ((iteration, 4.0) if is_complete else (20, 2.0) if iteration == 20 else None)
+        saver.save(contents_of(config, topology, 40), state(topology, 4.0))
+    assert checkpoints(server) == (
+        {"iter_0000030", "iter_0000040"} if is_complete else {"iter_0000020", "iter_0000040"}
+    )
+
+
+@pytest.mark.parametrize("reached", ["SHA256SUMS", "latest"])
+def test_a_run_that_was_paused_does_not_replace_its_successors_checkpoint(
+    server: ObjectServer, topology, tmp_path: Path, reached: str
+) -> None:
+    """It goes on between its check of the lease and its last writes."""
+    old = config_of(RUN, save_stage=str(tmp_path / "old"))
+    saver, write = Saver(old.checkpoint, topology), ObjectFolder.write
+
+    def paused(objects: ObjectFolder, name: str, *args: object, **options: object) -> str:
+        with mock.patch.object(ObjectFolder, "write", write):
+            if name.endswith(reached):
+                saved(topology, 10, 2.0, save_stage=str(tmp_path / "new"))
+        return write(objects, name, *args, **options)  # type: ignore[arg-type]
+
+    with mock.patch.object(ObjectFolder, "write", paused):
+        saver.save(contents_of(old, topology, 10), state(topology, 1.0))
+        saver.finish()
+    assert loaded(topology, config_of(RUN)) == (10, 2.0)
+    assert has_what_its_sums_name(server)
+
+
+def test_training_does_not_wait_for_a_thread_that_has_failed(server: ObjectServer, topology) -> None:
+    config = config_of(RUN)
+    with Saver(config.checkpoint, topology) as saver:
+        with mock.patch.object(Save, "run", side_effect=RuntimeError("a defect")):
+            saver.save(contents_of(config, topology, 10), state(topology, 1.0))
+        saver.finish()
+        saver.save(contents_of(config, topology, 20), state(topology, 2.0))
+    assert loaded(topology, config) == (20, 2.0)
 
 
 def test_training_goes_on_while_files_are_uploaded(server: ObjectServer, topology) -> None:
@@ -273,7 +366,8 @@ def test_processes_of_a_node_download_each_file_once(server: ObjectServer, topol
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(each.name.rpartition("/")[2] for each in server.requests) == sorted(names)
+    fetched = [each.name.rpartition("/")[2] for each in server.requests if each.method == "GET"]
+    assert sorted(fetched) == sorted(names)
     folder = downloads[0].folder
     downloads[0].close()
     assert (folder / "iter_0000010" / "run.json").exists()
@@ -288,7 +382,13 @@ def test_processes_of_a_node_download_each_file_once(server: ObjectServer, topol
     assert not folder.exists()
 
 
-def test_tools_get_whole_copies(server: ObjectServer, topology, tmp_path: Path) -> None:
+def test_tools_get_whole_copies(server: ObjectServer, topology, tmp_path: Path, capsys) -> None:
+    def show(words: list[str]) -> dict[str, Any]:
+        with pytest.raises(SystemExit):
+            inspect(words)
+        report: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return report
+
     for iteration in (10, 20, 30):
         saved(topology, iteration, iteration / 10)
     run, one = StoredRun.at(RUN), StoredRun.at(f"{RUN}/iter_0000010")
@@ -300,12 +400,27 @@ def test_tools_get_whole_copies(server: ObjectServer, topology, tmp_path: Path) 
         (one, {}, {"iter_0000010"}),
     ):
         with local_copy(source, **options) as folder:  # type: ignore[arg-type]
-            assert {path.name for path in folder.iterdir()} == names
+            assert {path.parent.name for path in folder.glob("iter_*/run.json")} == names
             for name in names:
                 assert choose_checkpoint(folder, topology, int(name[-7:])) is not None
         assert not folder.exists()
     with local_copy(tmp_path) as folder:
         assert folder == tmp_path
+    with pytest.raises(OSError, match="of the caller"), local_copy(run) as folder:
+        raise OSError("of the caller")
+    server.requests.clear()
+    report = show(["s3://b/run", "--json"])
+    assert (report["folder"], report["iterations"]) == ("s3://b/run/iter_0000030", [10, 20, 30])
+    assert (report["latest"], report["damage"]) == ("iter_0000030", [])
+    assert max(each.end - each.begin for each in server.requests if "safetensors" in each.name) < 1000
+    (tensors,) = [name for name in server.objects if "30/" in name and name.endswith(".safetensors")]
+    name = tensors.rpartition("/")[2]
+    server.objects[tensors] = server.objects[tensors][:-1] + b"x"
+    assert show(["s3://b/run", "--json"])["damage"] == []
+    (damage,) = show(["s3://b/run", "--json", "--verify"])["damage"]
+    assert damage == f"{name} has other contents than SHA256SUMS says"
+    del server.objects[tensors]
+    assert f"{name} is missing" in show(["s3://b/run", "--json"])["damage"]
     with pytest.raises(UserError, match=r"s3://b/run has no iter_0000005: it has iter_0000010, iter_"):
         local_copy(run, 5).__enter__()
     with pytest.raises(UserError, match=r"s3://b/none holds no checkpoint of megalite"):

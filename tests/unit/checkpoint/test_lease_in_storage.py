@@ -57,6 +57,17 @@ def test_a_lease_lives_by_its_heartbeat_and_leaves_nothing(server: ObjectServer)
     assert not server.objects
 
 
+def test_a_heartbeat_whose_answer_was_lost_is_not_the_last(server: ObjectServer) -> None:
+    """Some stores give every write a version of its own."""
+    lease = HeldLease.take(RUN)
+    assert isinstance(lease.files, ObjectsOfStore) and lease.files._own is not None
+    name, content, _ = lease.files._own
+    lease.files._own = name, content, "of before"
+    lease.files.touch()
+    assert lease.files._own[2] != "of before"
+    lease.release()
+
+
 def test_silence_ends_a_lease_and_its_holder_finds_out(server: ObjectServer, monkeypatch) -> None:
     """A holder that stands still for longer, and goes on, must not write; its heartbeat does not return."""
     beat, goes_on = ObjectsOfStore.touch, threading.Event()

@@ -203,7 +203,7 @@ def test_notes_are_kept_in_the_folder(tmp_path: Path) -> None:
     assert read_notes(None) == read_notes(str(tmp_path)) == []
     assert add_note(None, note) is None
     add_note(str(tmp_path), note)
-    assert add_note(str(tmp_path), note) == tmp_path / NOTE
+    assert add_note(str(tmp_path), note) == f"{tmp_path}/{NOTE}"
     assert read_notes(str(tmp_path)) == [note, note]
     (tmp_path / NOTE).write_text('{"ran_out_of_memory": [{}]}')
     with pytest.raises(UserError, match="is damaged"):

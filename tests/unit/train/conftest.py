@@ -52,6 +52,6 @@ def lost_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Held
     """Return a lease on a folder that another run has taken over."""
     monkeypatch.setattr(lease_module, "_CHECK_SECONDS", 0.0)
     lease = HeldLease.take(tmp_path / "save")
-    (tmp_path / "save" / lease.name).rename(tmp_path / "save" / "lease.2")
+    (tmp_path / "save" / f"lease.{lease.number}").rename(tmp_path / "save" / "lease.2")
     yield lease
     lease.release()

@@ -78,6 +78,9 @@ def test_errors_are_those_of_a_file_system(server: ObjectServer) -> None:
     assert error.value.filename == "s3://b/run/x"
     with pytest.raises(UserError, match=r"s3:// names no bucket: write s3://BUCKET/FOLDER"):
         ObjectFolder("s3://")
+    for url in ("s3://b/a//c", "s3://b/../c", "s3://b/./c"):
+        with pytest.raises(UserError, match=r"has an empty part, or \. or \.\.: write s3://BUCKET/FOLDER"):
+            ObjectFolder(url)
 
 
 def test_urls_have_folders_of_their_own_on_this_machine(tmp_path: Path) -> None:
