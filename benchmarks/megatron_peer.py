@@ -59,6 +59,7 @@ def _network(config: Config, topology: Topology) -> nn.Module:
     model, is_cpu = config.model, topology.device.type == "cpu"
     if is_cpu:
         torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
+    parallel_state.destroy_model_parallel()  # of a model that this process built before
     parallel_state.initialize_model_parallel()
     tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=is_cpu)
     if not is_cpu:
