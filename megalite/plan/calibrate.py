@@ -69,6 +69,7 @@ def measured_gpu(dtype: str, is_quick: bool = False) -> Gpu:
         attention_share=attention / rate,
         memory_share=1.0,
         link_share=1.0,
+        has_triton=device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0),
         residual_gb=2.2 if device.type == "cuda" else 0.4,
         fp8_tflops=gemm_in_8_bits / 1e12,
     )
@@ -162,8 +163,7 @@ def _link_gbps(device: torch.device, ranks: int, copy: float) -> float:
         source = torch.zeros(LINK_ELEMENTS * 16, device="cuda:0")
         target = torch.empty_like(source, device="cuda:1")
         return _rate(4.0 * source.numel(), lambda: target.copy_(source), device, False) / 1e9
-    parallel = ParallelConfig(data_parallel_size=2)
-    return min(run_ranks(_all_reduce_rate, parallel.mesh, 2)) / 1e9
+    return min(run_ranks(_all_reduce_rate, ParallelConfig(data_parallel_size=2).mesh, 2)) / 1e9
 
 
 def _all_reduce_rate(topology: Topology) -> float:

@@ -6,17 +6,24 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import torch
 
+from megalite.hardware.gpus import CPU_CORE
 from megalite.plan.calibrate import measured_gpu
 from megalite.plan.plan_options import read_calibration
 from megalite.plan.plan_report import answer
+from megalite.tensor_parallel.fp8 import has_gemms_in_8_bits
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
 def test_every_figure_is_measured(dtype: str) -> None:
     gpu = measured_gpu(dtype, is_quick=True)
-    assert all(value > 0 for value in asdict(gpu).values())
+    is_cuda = torch.cuda.is_available()
+    kinds = ("has_cudnn_attention", "has_triton")  # not rates: which kernels run
+    absent = {name for name, value in asdict(gpu).items() if name not in kinds and not value > 0}
+    has_8_bits = has_gemms_in_8_bits(torch.device("cuda" if is_cuda else "cpu"))
+    assert absent == ({"fp4_tflops"} if has_8_bits else {"fp4_tflops", "fp8_tflops"})
+    assert is_cuda or gpu.has_triton == CPU_CORE.has_triton
     assert gpu.product_share == gpu.memory_share == gpu.link_share == 1.0
 
 
