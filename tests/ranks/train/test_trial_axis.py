@@ -232,7 +232,10 @@ def test_the_roles_may_be_those_of_two_axes(
         found.append(run_ranks(_save, config.parallel.mesh, config.parallel.mesh.smallest_world, config))
     (one, one_name), (two, two_name) = (ranks[0] for ranks in found)
     assert (one_name, two_name) == ("dp", "dp_dpx")
-    assert one == two
+    if "tp" in sizes:  # the second axis is inside of tp: the norm adds the ranks' squares in another order
+        torch.testing.assert_close(two, one, **SAME)
+    else:
+        assert one == two
     names = [
         sorted(file.name for file in folder.glob("iter_*/*.safetensors")) for folder in tmp_path.iterdir()
     ]
