@@ -13,6 +13,7 @@ from megalite.config.option import (
     POSITIVE,
     SIZE,
     AnyOf,
+    Conflicts,
     OnResume,
     Setting,
     option,
@@ -96,6 +97,25 @@ class CheckpointConfig:
     """Allow the training data to differ from the checkpoint's. Samples are read in the new data's order."""
     allow_settings_change: bool = option(False, only_with=_LOADS_OPTIMIZER)
     """Allow settings of Adam, clipping, dropout and precision that differ from the checkpoint's."""
+
+    conflicts: ClassVar[Conflicts] = {
+        "override_opt_param_scheduler": {
+            "use_checkpoint_opt_param_scheduler": (
+                ": one resumes with the flags' schedule, the other with the checkpoint's; remove one"
+            ),
+        },
+        "use_checkpoint_args": {
+            Setting("load", (None,)): ", from which it reads the model: pass it, or remove both",
+        },
+        "non_persistent_save_interval": {
+            Setting("non_persistent_local_ckpt_dir", (None,)): (
+                ": pass a folder on each node's disk or in its memory, for example /dev/shm/megalite"
+            ),
+            Setting("save", (None,)): (
+                ": pass the folder of persistent checkpoints, which the run falls back on"
+            ),
+        },
+    }
 
     @property
     def saves_at_intervals(self) -> bool:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from megalite.config.checkpoint import CheckpointConfig
 from megalite.config.data import DataConfig
 from megalite.config.logging import LoggingConfig
 from megalite.config.model.model_config import ModelConfig
 from megalite.config.optimizer import OptimizerConfig
-from megalite.config.option import Conflicts, Setting
 from megalite.config.parallel import ParallelConfig
 from megalite.config.recompute import RecomputeConfig
 from megalite.config.training import BatchSize, DryRunConfig, TrainingConfig, schedule_steps, value_at
@@ -34,25 +33,6 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     dry_run: DryRunConfig = field(default_factory=DryRunConfig)
-
-    conflicts: ClassVar[Conflicts] = {
-        "override_opt_param_scheduler": {
-            "use_checkpoint_opt_param_scheduler": (
-                ": one resumes with the flags' schedule, the other with the checkpoint's; remove one"
-            ),
-        },
-        "use_checkpoint_args": {
-            Setting("load", (None,)): ", from which it reads the model: pass it, or remove both",
-        },
-        "non_persistent_save_interval": {
-            Setting("non_persistent_local_ckpt_dir", (None,)): (
-                ": pass a folder on each node's disk or in its memory, for example /dev/shm/megalite"
-            ),
-            Setting("save", (None,)): (
-                ": pass the folder of persistent checkpoints, which the run falls back on"
-            ),
-        },
-    }
 
     def values(self) -> dict[str, Any]:
         """Return the value of every field of every group, by field name; names are unique over groups."""
