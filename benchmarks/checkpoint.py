@@ -10,6 +10,11 @@ page cache, unless synced. A save in the background blocks training when the sav
 update until the copy is complete: measured after a second of computation, and without computation. A load
 ends when the tensors are filled: torch.load reads from the page cache, megalite from the disk if files were
 written to it directly.
+
+python benchmarks/checkpoint.py --url s3://bucket/run
+
+also saves to a store, and compares the upload with obstore's put of a file of the same size, and a second of
+computation during the upload with one during a save in the background to the disk.
 """
 
 from __future__ import annotations
@@ -65,12 +70,14 @@ def plain(state: dict[str, Tensor | ParameterShard]) -> dict[str, Tensor]:
 class Bench:
     """The timed actions, on one state in one folder."""
 
-    def __init__(self, folder: Path, state: dict[str, Tensor | ParameterShard], topology: Topology) -> None:
+    def __init__(
+        self, folder: Path, state: dict[str, Tensor | ParameterShard], topology: Topology, url: str | None
+    ) -> None:
         self.file = folder / "state.pt"
         self.state, self.topology = state, topology
         self.plain = plain(state)
         self.config = Config(
-            model=ModelConfig(vocab_size=50),
+            model=ModelConfig(num_layers=NUM_LAYERS, vocab_size=50),
             training=TrainingConfig(train_iters=10),
             checkpoint=CheckpointConfig(save=str(folder / "run"), load=str(folder / "run")),
         )
@@ -81,6 +88,23 @@ class Bench:
         self.num_products = max(1, int(1 / min(seconds(self.compute) for _ in range(5))))
         self.sync = Saver(self.config.checkpoint, topology)
         self.background = Saver(dataclasses.replace(self.config.checkpoint, async_save=True), topology)
+        self.url = url
+        if url is not None:
+            stored = CheckpointConfig(save=url, save_stage=str(folder), keep_last=1)
+            self.stored = Saver(stored, topology)
+
+    def store(self) -> None:
+        """Save to the store; the upload goes on."""
+        self.stored.save(self.next(), self.state)
+
+    def put(self) -> None:
+        """Put the file of `torch_save` into the store as obstore does by default."""
+        import obstore
+
+        bucket, _, path = str(self.url).removeprefix("s3://").partition("/")
+        endpoint = os.environ.get("AWS_ENDPOINT_URL")
+        options = {"endpoint": endpoint, "client_options": {"allow_http": True}} if endpoint else {}
+        obstore.put(obstore.store.S3Store(bucket, **options), f"{path}/state.pt", self.file)
 
     def torch_save(self) -> None:
         torch.save(self.plain, self.file)
@@ -166,6 +190,20 @@ def measure(bench: Bench, num_rounds: int) -> dict[str, list[float]]:
         time_of("async: then written in", bench.background.finish)
         time_of("torch.load", bench.torch_load)
         time_of("load", bench.load)
+        if bench.url is not None:
+            bench.torch_save()
+            time_of("store: put of a file", bench.put)
+            bench.store()
+            time_of("store: upload", bench.stored.finish)
+            for name, begin, finish in (
+                ("async: compute", bench.begin, bench.background.finish),
+                ("store: compute", bench.store, bench.stored.finish),
+            ):
+                begin()
+                start = time.perf_counter()
+                bench.compute()
+                times.setdefault(name, []).append(time.perf_counter() - start)
+                finish()
     return times
 
 
@@ -175,14 +213,17 @@ def report(times: dict[str, list[float]], num_bytes: int) -> None:
     print(f"{num_bytes / 1e9:.2f} GB, medians of {len(times['load'])} rounds:")
     for name, each in times.items():
         print(f"  {name:30s} {medians[name]:7.3f} s   (of {min(each):.3f} to {max(each):.3f})")
-    for name, ratio in (
-        ("sync save / torch.save", medians["sync save"] / medians["torch.save"]),
-        ("sync save / torch.save and fsync", medians["sync save"] / medians["torch.save and fsync"]),
-        ("async stand-still / sync save", medians["async: stands still"] / medians["sync save"]),
-        ("  with nothing to compute", medians["async: with nothing computed"] / medians["sync save"]),
-        ("load / torch.load", medians["load"] / medians["torch.load"]),
+    for name, above, below in (
+        ("sync save / torch.save", "sync save", "torch.save"),
+        ("sync save / torch.save and fsync", "sync save", "torch.save and fsync"),
+        ("async stand-still / sync save", "async: stands still", "sync save"),
+        ("  with nothing to compute", "async: with nothing computed", "sync save"),
+        ("load / torch.load", "load", "torch.load"),
+        ("rate of upload / of put", "store: put of a file", "store: upload"),
+        ("compute during upload / async save", "store: compute", "async: compute"),
     ):
-        print(f"{name:34s} {ratio:6.3f}")
+        if above in medians:
+            print(f"{name:34s} {medians[above] / medians[below]:6.3f}")
 
 
 def main() -> None:
@@ -193,6 +234,7 @@ def main() -> None:
     parser.add_argument(
         "--folder", type=Path, help="where to write; by default the system's for temporary files"
     )
+    parser.add_argument("--url", help="also save to this prefix in S3")
     arguments = parser.parse_args()
     log.setLevel(logging.WARNING)
     torch.set_num_threads(1)
@@ -201,7 +243,7 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="megalite-checkpoint-", dir=arguments.folder))
     try:
         with Topology.start(ParallelConfig(distributed_backend="gloo").mesh, Launch(0, 1, 0, 1)) as topology:
-            times = measure(Bench(folder, state, topology), arguments.rounds)
+            times = measure(Bench(folder, state, topology, arguments.url), arguments.rounds)
     finally:
         shutil.rmtree(folder)
     report(times, num_bytes)
