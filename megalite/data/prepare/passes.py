@@ -219,20 +219,21 @@ class PassWorker:
     def _match(self, number: int) -> Facts:
         plan = self._plan
         signed = [plan.path("sign", piece, "keys") for piece in range(len(plan.pieces))]
-        records = read_records_for(signed, number, _KEY)
-        order, begins = sort_by_key(records)
-        others = records[np.delete(order, begins)]
-        removed = np.empty(len(others), _REMOVED)
-        removed["document"], removed["step"] = others["document"], others["step"]
+        groups: list[list[int]] = []
         with ExchangeWriter(plan.path("match", number, "removed"), len(plan.pieces)) as writer:
-            writer.add(others["piece"].astype(np.int64), removed)
-        groups = []
-        sizes = np.add.reduceat(records["count"][order], begins) if len(order) else np.empty(0, np.int64)
-        for i in np.argsort(-sizes.astype(np.int64), kind="stable")[:MAX_GROUPS].tolist():
-            first = records[order[begins[i]]]
-            if sizes[i] > 1:
-                groups.append([int(sizes[i]), *(int(first[name]) for name in ("step", "piece", "document"))])
-        return {"groups": groups}
+            for records in _by_key_range(read_records_for(signed, number, _KEY)):
+                order, begins = sort_by_key(records)
+                others = records[np.delete(order, begins)]
+                removed = np.empty(len(others), _REMOVED)
+                removed["document"], removed["step"] = others["document"], others["step"]
+                writer.add(others["piece"].astype(np.int64), removed)
+                sizes = np.add.reduceat(records["count"][order], begins)
+                for i in np.argsort(-sizes.astype(np.int64), kind="stable")[:MAX_GROUPS].tolist():
+                    first = records[order[begins[i]]]
+                    if sizes[i] > 1:
+                        names = ("step", "piece", "document")
+                        groups.append([int(sizes[i]), *(int(first[name]) for name in names)])
+        return {"groups": sorted(groups, key=lambda group: -group[0])[:MAX_GROUPS]}
 
     # Pass tokenize: the tokens of the documents that are kept, for each shard.
 
@@ -423,6 +424,17 @@ class PassWorker:
 def _select(documents: Documents, is_selected: npt.NDArray[np.bool_]) -> list[Document]:
     selected = itertools.compress(documents, is_selected.tolist())
     return [document for document in selected if isinstance(document, Document)]
+
+
+def _by_key_range(records: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:
+    """Yield the records of consecutive ranges of keys, some `_BLOCK_KEYS` each: sorting needs memory."""
+    if not len(records):
+        return
+    high = records["high"]
+    first, last = int(high.min()), int(high.max())
+    width = (last - first) // -(-len(records) // _BLOCK_KEYS) + 1
+    for begin in range(first, last + 1, width):
+        yield records[(high >= np.uint64(begin)) & (high <= np.uint64(min(begin + width - 1, last)))]
 
 
 def sort_by_key(records: npt.NDArray[Any]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
