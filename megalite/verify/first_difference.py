@@ -91,10 +91,10 @@ def first_difference(
             return _skipped_layers(skipped, iteration), num_unplaced
         found = sorted((each for each in events if each.phase == phase), key=lambda each: each.order)
         judge = Judge(phase, scales[phase], tolerance, rounded if phase.startswith("weight") else frozenset())
-        if phase == "recomputed":  # a representation that differed in forward differs again
+        if phase in ("recomputed", "backward"):  # a representation that differed in forward differs again
             forward = Judge("forward", scales["forward"], tolerance)
-            known = {each.order for each in events if each.phase == "forward" and forward.differs(each)}
-            found = [each for each in found if each.order not in known]
+            known = {each.names[0] for each in events if each.phase == "forward" and forward.differs(each)}
+            found = [each for each in found if each.names[0] not in known]
         differing = judge.differing(found)
         if differing is not None:
             return judge.described(differing, found, iteration), num_unplaced

@@ -211,7 +211,7 @@ class ActivationRecorder(Reader):
             return
         self._calls[name] += 1
         call = f" in call {self._calls[name]}" if self._calls[name] > 1 else ""
-        tensors = list(_tensors(value, takes_parameters=name.startswith("output")))
+        tensors = list(_tensors(value, is_output=name.startswith("output")))
         for number, tensor in enumerate(tensors):
             which = f" {number + 1}" if number else ""
             self._note_tensor(name.replace("put of", f"put{which} of", 1) + call, tensor, features)
@@ -248,17 +248,17 @@ def _wrap_points(module: nn.Module) -> set[str]:
     return {name for name in dir(kind) if hasattr(getattr(kind, name, None), "communicates")}
 
 
-def _tensors(value: Any, takes_parameters: bool) -> Iterator[Tensor]:
-    """Yield the floating-point tensors of a value; of parameters, those that every rank holds in full."""
+def _tensors(value: Any, is_output: bool) -> Iterator[Tensor]:
+    """Yield the floating-point tensors of a value: of an output also mappings, and parameters not cut."""
     if isinstance(value, nn.Parameter):
-        if takes_parameters and not getattr(value, "spec", ParameterSpec(())).cuts:
+        if is_output and not getattr(value, "spec", ParameterSpec(())).cuts:
             yield value
     elif isinstance(value, Tensor):
         if value.is_floating_point() and value.numel():
             yield value
-    elif isinstance(value, (tuple, list)):
-        for each in value:
-            yield from _tensors(each, takes_parameters)
+    elif isinstance(value, (tuple, list)) or (is_output and isinstance(value, Mapping)):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(each, is_output)
 
 
 class StepRecorder:

@@ -16,6 +16,8 @@ SAMPLE = (
     "a stage reads the message before",
     "updated weights are not gathered",
     "input gradients of column layers are not summed",
+    "gradients of gathered keys are means",
+    "embeddings for later layers have a gradient of 0",
 )
 WRONG_OPERATION = {
     "groups of shards are not summed",
