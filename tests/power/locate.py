@@ -43,10 +43,12 @@ SAVED = r"gradient of the (input of layers\.0\.mlp\.activate|output of layers\.0
 WHOLE = ""
 """Matches any report: the name of a tensor is also that of the operator that computes it."""
 
-ATTEND = r"layers\.0\.attention\.(attend|keep_own_tokens)"
+ATTEND, LATER_ATTEND = (rf"layers\.{layers}\.attention\.(attend|keep_own_tokens)" for layers in ("0", "[12]"))
 KEY_GRADIENT = r"gradient of the output.* of layers\.\d\.attention\.(qkv|queries_keys_values)"
-RECURRED = r"layers\.0\.mamba\.(recur|projection)"
-REACHED = r"layers\.0\.attention\.(attend|reach_keys|keep_own_tokens)"
+RECURRED = r"layers\.0\.mamba\.(recur|keep_own_tokens|projection)"
+REACHED, LATER_REACHED = (
+    rf"layers\.{layers}\.attention\.(attend|reach_keys|keep_own_tokens)" for layers in ("0", "[12]")
+)
 
 PLACES: dict[str, tuple[str, str]] = {
     "gradients are not summed over replicas": (SUMMED, MISSING_DP),
@@ -84,7 +86,7 @@ PLACES: dict[str, tuple[str, str]] = {
         r"gradient of the output of layers\.3\.attention\.qkv", f"reduce-scatter over tp|{MISSING_TP}"),
     "queries of a shared group are those of another rank": (
         r"output of layers\.0\.attention\.queries_keys_values", WHOLE),
-    "every rank has the ALiBi slopes of the first heads": (r"layers\.0\.attention\.attend", WHOLE),
+    "every rank has the ALiBi slopes of the first heads": (ATTEND, WHOLE),
     "partial gradients are not summed": ("after all sums", MISSING_TP),
     "partial gradients are means": ("after all sums", "all-reduce over tp|mean over tp"),
     "partial gradients are summed twice": ("after all sums", "all-reduce over tp"),
@@ -157,11 +159,11 @@ PLACES: dict[str, tuple[str, str]] = {
         r"^gradient of .*(layer_projection|embedding_gate\.(gate|projection))\.weight", MISSING_TP),
     "ranks after the first have a shared expert without its gate": (
         r"output( \d)? of layers\.0\.mlp\.(shared|transform)", WHOLE),
-    "attention dropout is keyed by the local head": (r"output of layers\.0\.attention\.attend", WHOLE),
+    "attention dropout is keyed by the local head": (ATTEND, WHOLE),
     "dropout is keyed by the position in the slice": (r"output of embedding\.dropout", WHOLE),
     "dropout is keyed by the index in the microbatch": ("sample_numbers of the microbatch", WHOLE),
     "dropout is keyed by the samples of the rank": ("sample_numbers of the microbatch", WHOLE),
-    "dropout is keyed by the layer's number in the stage": (r"output of layers\.2\.attention\.attend", WHOLE),
+    "dropout is keyed by the layer's number in the stage": (LATER_ATTEND, WHOLE),
     "recomputation draws other masks": (r"layers\.\d\.(mlp_norm|attention_output_dropout)", WHOLE),
     "slices of initial weights begin at element 0": (r"^weight .* before iteration 1", WHOLE),
     "slices of initial columns are drawn as rows": (r"^weight .* before iteration 1", WHOLE),
@@ -185,7 +187,7 @@ PLACES: dict[str, tuple[str, str]] = {
     "skips of Mamba-2 have their gradient once for each slice": (r"layers\.\d\.mamba\.D", WHOLE),
     "states of Mamba-2 on later stages go on after a document's end": (
         r"layers\.2\.mamba\.(recur|projection)", WHOLE),
-    "windows follow the layer's number in the stage": (r"output of layers\.2\.attention\.attend", WHOLE),
+    "windows follow the layer's number in the stage": (LATER_ATTEND, WHOLE),
     "the last stage has the labels of another microbatch": ("of the microbatch", WHOLE),
     "the last stage's labels are shifted by one": ("labels of the microbatch", WHOLE),
     "a stage reads the message before": (r"input of layers\.2 ", "(send|receive) over pp"),
@@ -234,8 +236,8 @@ PLACES: dict[str, tuple[str, str]] = {
     "the bias correction is one step late": ("^weight .* after the update", WHOLE),
     "later stages have the learning rate of a later step": (
         r"^weight (layers\.[23]|final_norm|embedding\.word)\..* after the update", WHOLE),
-    "they have no tokens, with windows": (r"output of layers\.[12]\.attention\.attend", WHOLE),
-    "they have no tokens, with ALiBi": (r"output of layers\.1\.attention\.attend", WHOLE),
+    "they have no tokens, with windows": (LATER_ATTEND, WHOLE),
+    "they have no tokens, with ALiBi": (LATER_ATTEND, WHOLE),
     "they do not know the documents": ("document_ids of the microbatch", WHOLE),
     "their dropout is keyed by the samples of another microbatch": (
         "sample_numbers of the microbatch", WHOLE),
@@ -284,12 +286,10 @@ PLACES: dict[str, tuple[str, str]] = {
         r"gradient of the input of layers\.3\.attention\.(query|key)_norm", OF_SQUARES),
     "a rank's queries, keys and values have the bias of another rank": (
         r"^gradient of layers\.\d\.attention\.qkv\.bias", WHOLE),
-    "rotary frequencies are scaled on the first stage only": (
-        r"output of layers\.2\.attention\.attend", WHOLE),
-    "a rank rotates its share of the rotated part": (r"output of layers\.0\.attention\.attend", WHOLE),
-    "rotary positions continue over the replicas' samples": (
-        r"output of layers\.0\.attention\.attend", WHOLE),
-    "a rank has the sinks of another rank's heads": (r"output of layers\.0\.attention\.attend", WHOLE),
+    "rotary frequencies are scaled on the first stage only": (LATER_REACHED, WHOLE),
+    "a rank rotates its share of the rotated part": (REACHED, WHOLE),
+    "rotary positions continue over the replicas' samples": (REACHED, WHOLE),
+    "a rank has the sinks of another rank's heads": (ATTEND, WHOLE),
     "ranks of a shared group take queries for gates": (
         r"output( \d)? of layers\.0\.attention\.queries_keys_values", WHOLE),
     "a rank has the decays of another rank's heads (A_log)": (
@@ -316,7 +316,7 @@ PLACES: dict[str, tuple[str, str]] = {
     "the gradient of the shared part of keys is that of the rank's heads": (
         r"gradient of .*layers\.3\.attention\.(key_value_down|queries_keys_values)", WHOLE),
     "a rank's tokens have the shared part of keys of another rank's": (
-        r"layers\.0\.attention\.queries_keys_values", WHOLE),
+        r"layers\.0\.attention\.(from_latents|queries_keys_values)", WHOLE),
     "gradients of latents' projections are not summed": (
         r"^gradient of layers\.\d\.attention\.(query|key_value)_down", MISSING_TP),
     "each rank's heads have the values of other heads": (
@@ -460,8 +460,12 @@ BEGIN, END = "<!-- begin: located errors -->", "<!-- end: located errors -->"
 
 
 def write_places() -> None:
-    """Bisect all errors that a verification finds, and replace the table of the page."""
+    """Bisect all errors that a verification finds, and replace the table of the page.
+
+    A layout that assigns documents has no first difference: see `trace_run`.
+    """
     errors = [error for error in CATALOGUE if not error.unseen and not error.is_of_saves]
+    errors = [error for error in errors if "dynamic" not in error.layout]
     write_page(table_of_places([*locate(errors)]), PAGE, BEGIN, END)
 
 

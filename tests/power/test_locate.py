@@ -31,8 +31,11 @@ WRONG_OPERATION = {
     "other ranks' momentum is not exchanged",
     "a norm over all heads uses the rank's heads alone",
     "the gradient of a norm over all heads is that of the rank's heads",
+    "a router counts the rows of its slice",
+    "gradients of experts are means over their replicas",
 }
-"""A collective is missing and the values are no parts of a sum, or the loss is recorded too late."""
+"""A collective is missing and the values are no parts of a sum, the loss is recorded too late, or another
+bucket is reduced last."""
 
 
 @pytest.mark.parametrize("name", SAMPLE)
