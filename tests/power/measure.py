@@ -278,7 +278,7 @@ def table(findings: Sequence[Finding]) -> str:
         caught.setdefault(finding.error, {})
         if finding.differences:
             caught[finding.error][finding.layout] = finding.differences
-    errors = [BY_NAME[name] for name in caught]
+    errors = [each for each in BY_NAME.values() if each.name in caught]
     by_default = [each for each in errors if caught[each.name].keys() & set(default_names(each.model))]
     total = [each for each in errors if caught[each.name]]
     lines = [
