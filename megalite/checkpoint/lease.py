@@ -27,6 +27,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from megalite.checkpoint.folder import remove_leftovers
 from megalite.checkpoint.lease_files import MISSING, NAME, LeaseFiles, files_at
 from megalite.checkpoint.save_agreement import SaveError
 from megalite.distributed.store_barrier import wait_for_all
@@ -34,6 +35,7 @@ from megalite.distributed.topology import Topology
 from megalite.utils.errors import UserError, one_line
 from megalite.utils.files import parse_json
 from megalite.utils.log import log
+from megalite.utils.object_store import is_s3
 
 BEAT_SECONDS = 5.0
 ABANDONED_SECONDS = 60.0
@@ -223,8 +225,9 @@ class HeldLease(FolderLease):
                 time.sleep(_POLL_SECONDS)  # another run was faster, or the folder's listing was outdated
             if reason:
                 log.warning("--save %s is taken over: %s", save, reason)
-                with suppress(OSError):  # leftovers only take up space
-                    files.remove_leftovers()
+                if not is_s3(str(save)):  # there, the first save does it
+                    with suppress(OSError):  # leftovers only take up space
+                        remove_leftovers(Path(save))
         except OSError as error:
             raise UserError(
                 f"--save {save} cannot be written ({error.strerror}: {error.filename}): pass another folder"

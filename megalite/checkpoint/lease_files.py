@@ -10,7 +10,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from megalite.checkpoint.folder import remove_leftovers
 from megalite.utils.errors import UserError
 from megalite.utils.files import make_writable, open_regular
 from megalite.utils.object_store import ObjectFolder, is_s3
@@ -62,10 +61,6 @@ class LeaseFiles(Protocol):
         """Return whether a missing lease is lost, instead of the file system."""
         ...
 
-    def remove_leftovers(self) -> None:
-        """Delete what earlier holders have not finished."""
-        ...
-
 
 class FilesOfFolder:
     """Leases as files."""
@@ -76,9 +71,6 @@ class FilesOfFolder:
         self._folder = folder
         self._inode = folder.stat().st_ino if folder.exists() else 0
         self._descriptor: int | None = None
-
-    def __str__(self) -> str:
-        return str(self._folder)
 
     def prepare(self) -> None:
         make_writable(self._folder, "--save")
@@ -123,9 +115,6 @@ class FilesOfFolder:
         # A lost file system does not mean a lost lease: then this folder is missing or another one.
         return self._folder.stat().st_ino == self._inode
 
-    def remove_leftovers(self) -> None:
-        remove_leftovers(self._folder)
-
     def _file(self, number: int) -> Path:
         return self._folder / f"lease.{number}"
 
@@ -138,9 +127,6 @@ class ObjectsOfStore:
     def __init__(self, objects: ObjectFolder) -> None:
         self._objects = objects
         self._own: tuple[str, bytes, str] | None = None  # name, content and version
-
-    def __str__(self) -> str:
-        return self._objects.url
 
     def prepare(self) -> None:
         """Do nothing: prefixes are not created, and `create` finds out whether objects can be written."""
@@ -161,8 +147,8 @@ class ObjectsOfStore:
             self._objects.write(name, content, is_new=True)
             self.delete(number)
             raise UserError(
-                f"--save {self} is in a store that ignores conditions of writes (If-None-Match), so two runs "
-                "could write there at the same time: use a store that checks them"
+                f"--save {self._objects.url} is in a store that ignores conditions of writes "
+                "(If-None-Match), so two runs could write there at once: use a store that checks them"
             )
         self._own = name, content, version
         return True
@@ -187,9 +173,6 @@ class ObjectsOfStore:
 
     def is_as_before(self) -> bool:
         return True  # a store that cannot be reached does not say that an object is missing
-
-    def remove_leftovers(self) -> None:
-        """Do nothing: the first save does it."""
 
 
 def files_at(save: str | Path) -> LeaseFiles:

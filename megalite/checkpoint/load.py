@@ -134,7 +134,7 @@ def _begin_download(run: StoredRun, iteration: int | None, topology: Topology) -
             return listing, Download(run, token)
         except OSError as error:
             raise UserError(
-                f"files of --load {run.url} cannot be stored ({error.strerror}: {error.filename}): pass "
+                f"files of --load {run} cannot be stored ({error.strerror}: {error.filename}): pass "
                 "another --save-stage"
             ) from None
 
@@ -143,10 +143,10 @@ def _stored_listing(run: StoredRun, iteration: int | None) -> Listing:
     try:
         listing, found = run.listing(), run.iterations()
         if not listing.names and run.has_object(RUN):
-            raise UserError(f"--load {run.url} is one checkpoint: pass the folder above it")
+            raise UserError(f"--load {run} is one checkpoint: pass the folder above it")
     except OSError as error:
-        raise UserError(f"--load {run.url} cannot be read: {error.strerror}") from None
-    return listing if iteration is None else _listing_of_one(run.url, found, iteration)
+        raise UserError(f"--load {run} cannot be read: {error.strerror}") from None
+    return listing if iteration is None else _listing_of_one(str(run), found, iteration)
 
 
 def _listing_of_one(folder: Path | str, found: Mapping[int, str], iteration: int) -> Listing:

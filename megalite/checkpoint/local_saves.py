@@ -238,7 +238,7 @@ def _run_id(save: str) -> str:
     run = StoredRun.at(save)
     if run is None:
         make_writable(Path(save), "--save")
-    own = run.url if run else str(Path(save).stat().st_ino)
+    own = str(run) if run else str(Path(save).stat().st_ino)
     run_id = secrets.token_hex(8)
     text = f"{run_id} {own}\n"
     try:

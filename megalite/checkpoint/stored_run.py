@@ -74,12 +74,8 @@ class StoredRun:
         url = str(path)
         return StoredRun(ObjectFolder(url), local_folder(url, stage)) if is_s3(url) else None
 
-    @property
-    def url(self) -> str:
-        return self.objects.url
-
     def __str__(self) -> str:
-        return self.url
+        return self.objects.url
 
     def iterations(self) -> dict[int, str]:
         """Return the names of the checkpoints, complete or not, by iteration and oldest first."""
@@ -89,7 +85,7 @@ class StoredRun:
     def listing(self) -> Listing:
         """Return the checkpoints in the order in which to try to load them, as `list_checkpoints` does."""
         latest = read_latest_from(lambda: self.objects.read(LATEST).decode().strip())
-        return listing_of(self.iterations(), *latest, f"{self.url}/{LATEST}")
+        return listing_of(self.iterations(), *latest, f"{self}/{LATEST}")
 
     def has_object(self, name: str) -> bool:
         """Return whether there is an object of this name."""
@@ -139,7 +135,7 @@ class StoredRun:
         and has lost its lease fails by the versions that it expects.
         """
         digests = digests_in(partial)
-        before = self._version(f"{name}/{SUMS}"), self._version(LATEST)
+        before = self._version_of(f"{name}/{SUMS}"), self._version_of(LATEST)
         replacing = {text: f"{name}/{_replacing(text, digests[text])}" for text in TEXTS}
         for text in TEXTS:
             self.objects.upload(replacing[text], partial / text)
@@ -205,7 +201,7 @@ class StoredRun:
         if known:
             self._complete.add(name)
 
-    def _version(self, name: str) -> str | None:
+    def _version_of(self, name: str) -> str | None:
         """Return the version of an object; None without it."""
         try:
             return self.objects.read_version(name)[1].version
@@ -218,7 +214,7 @@ class StoredRun:
             self.objects.write(name, content, is_new=version is None, replaces=version)
         except (FileExistsError, FileNotFoundError):
             if self.objects.read(name) != content:  # else it was written, and the answer was lost
-                raise OSError(errno.EBUSY, "another run has written it", f"{self.url}/{name}") from None
+                raise OSError(errno.EBUSY, "another run has written it", f"{self}/{name}") from None
 
 
 class Download:
@@ -249,7 +245,7 @@ class Download:
 
     def url_of(self, checkpoint: Path) -> str:
         """Return the URL of a checkpoint in the folder."""
-        return f"{self._run.url}/{checkpoint.name}"
+        return f"{self._run}/{checkpoint.name}"
 
     def fetch_texts(self, name: str) -> None:
         """Download the text files of a checkpoint; one that is not there remains missing."""
@@ -361,7 +357,7 @@ def local_copy(
     if isinstance(folder, Path):
         yield folder
         return
-    above, _, name = folder.url.rpartition("/")
+    above, _, name = folder.objects.url.rpartition("/")
     if match := NAME.fullmatch(name):
         folder, iteration = StoredRun(ObjectFolder(above), folder.stage), int(match[1])
     with ExitStack() as stack:
