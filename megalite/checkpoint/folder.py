@@ -132,24 +132,6 @@ def outdated(
     return [each for each in old if each != good and (not keep_every or each % keep_every)]
 
 
-def prune(
-    folder: Path, newest: int, keep_last: int | None, keep_every: int | None, confirmed: int | None = None
-) -> list[str]:
-    """Delete the checkpoints that `outdated` returns, and return their names; call it on one rank.
-
-    Raises:
-        OSError: a file cannot be deleted.
-    """
-    found = iterations_in(folder)
-    names = [found[iteration] for iteration in outdated(found, newest, keep_last, keep_every, confirmed)]
-    for name in names:  # renamed first: a half-deleted one must not have the name of a checkpoint
-        doomed = folder / f".{name.strip('.').split('.')[0]}.deleted"
-        shutil.rmtree(doomed, ignore_errors=True)
-        (folder / name).rename(doomed)
-        shutil.rmtree(doomed)
-    return names
-
-
 def put_in_place(aside: Path, final: Path) -> None:
     """Rename a complete checkpoint to its final name, then delete a previous checkpoint with this name.
 
@@ -207,8 +189,16 @@ def read_latest_from(read: Callable[[], str]) -> tuple[int | None, str]:
     return (int(match[1]), "") if match else (None, "names no checkpoint")
 
 
+class Retention(NamedTuple):
+    """Checkpoints to keep, as the arguments of `outdated`."""
+
+    keep_last: int | None = None
+    keep_every: int | None = None
+    confirmed: int | None = None
+
+
 class RunFolder(Protocol):
-    """Where a run saves its checkpoints: a folder that all ranks see, or object storage.
+    """Destination of a run's checkpoints: a folder that all ranks see, or object storage.
 
     Methods raise `OSError`.
 
@@ -253,14 +243,7 @@ class RunFolder(Protocol):
         """Delete the files of a save that failed, on rank 0; not of one that became complete."""
         ...
 
-    def prune(
-        self,
-        newest: int,
-        keep_last: int | None,
-        keep_every: int | None,
-        confirmed: int | None,
-        cleans_up: bool,
-    ) -> list[str]:
+    def prune(self, newest: int, retention: Retention, cleans_up: bool) -> list[str]:
         """Delete the checkpoints that `outdated` returns, and return their names; call it on one rank.
 
         Args:
@@ -321,15 +304,15 @@ class LocalRun:
     def discard(self, partial: Path, name: str) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
-    def prune(
-        self,
-        newest: int,
-        keep_last: int | None,
-        keep_every: int | None,
-        confirmed: int | None,
-        cleans_up: bool,
-    ) -> list[str]:
-        return prune(self.folder, newest, keep_last, keep_every, confirmed)
+    def prune(self, newest: int, retention: Retention, cleans_up: bool) -> list[str]:
+        found = iterations_in(self.folder)
+        names = [found[iteration] for iteration in outdated(found, newest, *retention)]
+        for name in names:  # renamed first: a half-deleted one must not have the name of a checkpoint
+            doomed = self.folder / f".{name.strip('.').split('.')[0]}.deleted"
+            shutil.rmtree(doomed, ignore_errors=True)
+            (self.folder / name).rename(doomed)
+            shutil.rmtree(doomed)
+        return names
 
     def withdraw(self, after: int, until: int) -> tuple[list[str], str | None]:
         """Rename the checkpoints."""

@@ -116,7 +116,7 @@ class FileRecord:
 
 
 class FileSource(AbstractContextManager[object], Protocol):
-    """What downloads the tensor files of a checkpoint; its block ends when they are no longer needed."""
+    """Downloader of a checkpoint's tensor files, as a context manager that ends when nobody needs them."""
 
     def fetch(self, name: str, files: Mapping[str, str | None]) -> None:
         """Download files of the checkpoint of this name, each with its SHA-256, unless they are there."""
@@ -209,6 +209,11 @@ def seal(folder: Path, description: Mapping[str, Any], config_text: str, files: 
             stream.write(text.encode())
 
 
+def parse_sums(text: str) -> dict[str, str]:
+    """Return the digests in a text of SHA256SUMS, by file, without lines that are malformed."""
+    return {match[2]: match[1] for match in map(_SUM_LINE.fullmatch, text.splitlines()) if match}
+
+
 def digests_in(folder: Path) -> dict[str, str]:
     """Return the digests in SHA256SUMS, by file.
 
@@ -216,10 +221,9 @@ def digests_in(folder: Path) -> dict[str, str]:
         DamagedCheckpoint: the file is missing or malformed.
     """
     reader = _Reader(folder)
-    lines = reader.text(SUMS).splitlines()
-    matches = [_SUM_LINE.fullmatch(line) for line in lines]
-    digests = {match[2]: match[1] for match in matches if match}
-    if len(digests) != len(lines):
+    text = reader.text(SUMS)
+    digests = parse_sums(text)
+    if len(digests) != len(text.splitlines()):
         raise reader.damaged(f"{SUMS} is damaged")
     if missing := [name for name in TEXTS if name not in digests]:
         raise reader.damaged(f"{SUMS} is damaged: it lacks {', '.join(missing)}")

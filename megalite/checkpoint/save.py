@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from megalite.checkpoint.compatibility import compatibility_record
-from megalite.checkpoint.folder import RunFolder, name_of
+from megalite.checkpoint.folder import Retention, RunFolder, name_of
 from megalite.checkpoint.lease import FolderLease, LeaseLost
 from megalite.checkpoint.manifest import WRITTEN, FileRecord, TensorRecord, seal
 from megalite.checkpoint.parameter_range import ParameterRange, Tensors
@@ -158,8 +158,7 @@ class Save:
     Attributes:
         folder: where the checkpoints of the run are.
         file_name: unique name for this rank's file, or for two files with numbers.
-        keep_last, keep_every: which older checkpoints to keep; all if both are None.
-        confirmed: iteration up to which the run is known to be good; its last checkpoint is kept.
+        retention: which older checkpoints to keep.
         lease: lease on the folder; None if no other run can write there.
         cleans_up: whether to delete what killed runs have uploaded.
         is_written: set once the tensors are in files, so that training may change them; what follows is the
@@ -169,9 +168,7 @@ class Save:
     folder: RunFolder
     contents: Contents
     file_name: str
-    keep_last: int | None = None
-    keep_every: int | None = None
-    confirmed: int | None = None
+    retention: Retention
     lease: FolderLease | None = None
     cleans_up: bool = False
     is_written: threading.Event = field(default_factory=threading.Event)
@@ -265,9 +262,7 @@ class Save:
         self.folder.publish(partial, self.name, self._check_lease)
         self._check_lease()
         try:
-            deleted = self.folder.prune(
-                contents.iteration, self.keep_last, self.keep_every, self.confirmed, self.cleans_up
-            )
+            deleted = self.folder.prune(contents.iteration, self.retention, self.cleans_up)
             for name in deleted:
                 log.info("deleted checkpoint %s/%s", self.folder, name)
         except OSError as error:

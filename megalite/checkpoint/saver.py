@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megalite.checkpoint.folder import LocalRun, RunFolder
+from megalite.checkpoint.folder import LocalRun, Retention, RunFolder
 from megalite.checkpoint.host_copy import HostCopy
 from megalite.checkpoint.lease import FolderLease, LeaseLost
 from megalite.checkpoint.local_saves import LocalSave, LocalSaves
@@ -178,8 +178,10 @@ class Saver:
         waits = is_last or is_local or not self._config.async_save
         if self._must_skip(contents.iteration, "--save-interval", waits=waits):
             return
-        keep = self._config.keep_last, self._config.keep_every, self._confirmed
-        job = Save(self._folder, contents, _file_name(self._topology), *keep, self._lease, self._cleans_up)
+        retention = Retention(self._config.keep_last, self._config.keep_every, self._confirmed)
+        job = Save(
+            self._folder, contents, _file_name(self._topology), retention, self._lease, self._cleans_up
+        )
         with self._topology.events.during(CHECKPOINT):
             self._begin(job, plan_save(self._unchanging(tensors), self._topology), is_last)
 

@@ -32,13 +32,14 @@ from megalite.checkpoint.folder import (
     NAME,
     WITHDRAWN,
     Listing,
+    Retention,
     checkpoints_named,
     listing_of,
     name_of,
     outdated,
     read_latest_from,
 )
-from megalite.checkpoint.manifest import SUMS, TEXTS, DamagedCheckpoint, digests_in, read_manifest
+from megalite.checkpoint.manifest import SUMS, TEXTS, DamagedCheckpoint, digests_in, parse_sums, read_manifest
 from megalite.utils.errors import UserError
 from megalite.utils.files import check_owner, no_follow, open_shared, partial_name, url_problem
 from megalite.utils.log import log
@@ -150,20 +151,12 @@ class StoredRun:
     def discard(self, partial: Path, name: str) -> None:
         self._clean(name)
 
-    def prune(
-        self,
-        newest: int,
-        keep_last: int | None,
-        keep_every: int | None,
-        confirmed: int | None,
-        cleans_up: bool,
-    ) -> list[str]:
+    def prune(self, newest: int, retention: Retention, cleans_up: bool) -> list[str]:
         self._clean(name_of(newest))
         found = self.iterations()
-        retains = keep_last is not None or keep_every is not None
-        if retains or cleans_up:
+        if cleans_up or retention.keep_last is not None or retention.keep_every is not None:
             found = {each: name for each, name in found.items() if self._is_complete(name)}
-        deleted = [found[number] for number in outdated(found, newest, keep_last, keep_every, confirmed)]
+        deleted = [found[number] for number in outdated(found, newest, *retention)]
         for name in deleted:
             self.objects.delete([f"{name}/{SUMS}"])  # first what makes it complete
             self._complete.discard(name)
@@ -193,8 +186,7 @@ class StoredRun:
         """Delete what is not part of a complete checkpoint of this name."""
         known = set[str]()
         with suppress(FileNotFoundError):
-            lines = self.objects.read(f"{name}/{SUMS}").decode().splitlines()
-            digests = {line.partition("  ")[2]: line.partition("  ")[0] for line in lines}
+            digests = parse_sums(self.objects.read(f"{name}/{SUMS}").decode())
             known = {SUMS, *digests, *(_replacing(text, digests[text]) for text in TEXTS if text in digests)}
         found = self.objects.list_all(name)
         self.objects.delete([each for each in found if each.removeprefix(f"{name}/") not in known])

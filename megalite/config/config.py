@@ -171,7 +171,7 @@ LAYOUT_OPTIONS = frozenset(
 
 
 class LayoutSwitch(NamedTuple):
-    """What follows a plus sign in the name of a layout.
+    """Part of a layout's name after a plus sign.
 
     Attributes:
         options: what it sets.
@@ -214,7 +214,7 @@ LAYOUT_SWITCHES = {
         "experts' tokens by all-gather", {"moe_token_dispatcher_type": "allgather"}, ("ep", "etp")
     ),
 }
-"""What follows plus signs in names of layouts, in their order."""
+"""Parts of layouts' names after plus signs, in their order."""
 
 
 def layout_source(config: Config, set_fields: Collection[str]) -> Literal["auto", "manual"]:

@@ -172,7 +172,7 @@ class Bound(NamedTuple):
 
 _Settings = str | Setting | tuple[str | Setting, ...]
 Conflicts = Mapping[_Settings, Mapping[_Settings, str]]
-"""What a class of options declares in `conflicts`: settings, each with those that exclude it, and why. A name
+"""Type of a class's declaration `conflicts`: settings, each with those that exclude it, and why. A name
 is a field that is set; several settings stand for each of them. A field without effect excludes nothing."""
 
 

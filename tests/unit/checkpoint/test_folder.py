@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalite.checkpoint.folder import (
+    LocalRun,
+    Retention,
     iterations_in,
     list_checkpoints,
     outdated,
-    prune,
     put_in_place,
     remove_leftovers,
 )
@@ -197,5 +198,8 @@ def test_the_newest_always_stays(iterations, newest, keep_last, keep_every) -> N
 
 def test_pruned_ones_are_gone(tmp_path: Path) -> None:
     make(tmp_path, "iter_0000010", ".iter_0000020.replaced", "iter_0000030", ".iter_0000010.deleted/x")
-    assert prune(tmp_path, 30, 1, None) == ["iter_0000010", ".iter_0000020.replaced"]
+    assert LocalRun(tmp_path).prune(30, Retention(keep_last=1), cleans_up=False) == [
+        "iter_0000010",
+        ".iter_0000020.replaced",
+    ]
     assert [entry.name for entry in tmp_path.iterdir()] == ["iter_0000030"]
