@@ -29,10 +29,10 @@ from megalite.attention.positions import distance_bias
 from megalite.config import ModelConfig, ParallelConfig
 from megalite.distributed.rendezvous import Launch
 from megalite.distributed.topology import Topology
-from megalite.hardware import cpu
 from megalite.kernels import Drop
 from megalite.model.stage import DTYPES
 from megalite.tensor_parallel.parameter_spec import LayerContext
+from megalite.utils.hardware import cpu
 
 SHAPES = (
     (128, 8, 16, 64),

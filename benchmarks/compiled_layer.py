@@ -31,11 +31,11 @@ from megalite.config import ModelConfig, ParallelConfig
 from megalite.config.entry_point import run_main
 from megalite.config.presets import PRESETS
 from megalite.distributed.topology import Topology
-from megalite.hardware.gpus import GPUS
 from megalite.kernels import VisibleKeys, activations, norm, rotary
 from megalite.model.layer import TransformerLayer
 from megalite.tensor_parallel.parameter_spec import LayerContext
 from megalite.tensor_parallel.weight_gradient_store import MainGrad
+from megalite.utils.hardware.gpus import GPUS
 
 BATCH = 16
 MEMORY_SHARE = 0.9  # of the data sheet's bandwidth: 4.3 TB/s, what a copy reaches

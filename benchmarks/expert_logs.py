@@ -23,10 +23,10 @@ from megalite.config import Config, DataConfig, ModelConfig, ParallelConfig, Tra
 from megalite.config.presets import PRESETS
 from megalite.distributed.rendezvous import Launch
 from megalite.distributed.topology import Topology
-from megalite.hardware import cpu
 from megalite.model.experts import Router
 from megalite.train.callbacks.metrics_logging import begin_counts, end_counts, loads_of_layers
 from megalite.train.trainer import Trainer, start_trainer
+from megalite.utils.hardware import cpu
 from megalite.utils.log import log
 
 SHAPES = ((8, 2, 512), (64, 8, 128), (128, 8, 128))

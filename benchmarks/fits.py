@@ -10,11 +10,11 @@ import torch
 from other_programs import PROGRAMS, OtherProgram, other_run
 
 from megalite.config import Config
-from megalite.hardware.gpus import GPUS
 from megalite.plan.communication import Cluster
 from megalite.plan.planned_run import PlannedRun
 from megalite.plan.rank_memory import rank_memories
 from megalite.utils.errors import UserError
+from megalite.utils.hardware.gpus import GPUS
 
 _GB = 1e9
 PROCESS_BYTES = {"cpu": 0.5 * _GB, "cuda": 2.2 * _GB}

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megalite.batch.microbatch import Microbatch
+from megalite.data.batch.microbatch import Microbatch
 from megalite.data.batch_loader import read_microbatch
 from megalite.data.gpt_dataset import GPTDataset
 from megalite.data.indexed_dataset import IndexedDataset, IndexedWriter

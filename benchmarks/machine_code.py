@@ -16,7 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megalite.hardware.gpus import GPUS
+from megalite.utils.hardware.gpus import GPUS
 
 WARP = 32
 REGISTERS, MAX_WARPS = 64 << 10, 64
@@ -40,7 +40,7 @@ class Target(NamedTuple):
     """Describes the multiprocessor that code is compiled for.
 
     Attributes:
-        gpu: the GPU in `megalite.hardware.gpus`.
+        gpu: the GPU in `megalite.utils.hardware.gpus`.
         nvcc: nvcc's name of the architecture.
         shared: bytes of shared memory for all programs.
         tensor_columns: columns of tensor memory, where tcgen05 keeps sums; 0 if it has none.

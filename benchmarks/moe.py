@@ -27,11 +27,11 @@ from megalite.config import ParallelConfig
 from megalite.config.presets import PRESETS
 from megalite.distributed.rendezvous import Launch
 from megalite.distributed.topology import Topology
-from megalite.hardware import cpu
 from megalite.model.experts import MixtureOfExperts, Router
 from megalite.model.mlp import MLP
 from megalite.tensor_parallel.counter_random import initialize
 from megalite.tensor_parallel.parameter_spec import LayerContext
+from megalite.utils.hardware import cpu
 
 SHAPES = (
     (2048, 512, 8, 2, 1024),

@@ -21,10 +21,10 @@ from megalite.config import Config, ModelConfig, ParallelConfig, RecomputeConfig
 from megalite.config.model.feed_forward import Activation
 from megalite.config.model.transformer import PositionEmbedding
 from megalite.config.recompute import Module
-from megalite.hardware.gpus import find_gpu
 from megalite.plan.communication import Cluster
 from megalite.plan.layout_fields import with_even_stages
 from megalite.plan.planned_run import Kernels
+from megalite.utils.hardware.gpus import find_gpu
 
 OTHER_NETWORKS = {"BigScience": 1.58, "DeepSpeed": 1.6}
 """Gigabytes per second from a GPU to other nodes, in sources with unusual nodes.

@@ -28,7 +28,6 @@ from megalite.config.entry_point import run_main
 from megalite.config.model.model_config import padded_vocab_size
 from megalite.config.model_flops import flops_per_token
 from megalite.config.presets import PRESETS
-from megalite.hardware.gpus import GPUS, Gpu, find_gpu
 from megalite.plan.kernel_time import (
     FUSED_BACKWARD,
     KERNEL_SECONDS,
@@ -40,6 +39,7 @@ from megalite.plan.kernel_time import (
 from megalite.plan.planned_run import FusedKernel
 from megalite.plan.units import whole_model
 from megalite.utils.errors import UserError
+from megalite.utils.hardware.gpus import GPUS, Gpu, find_gpu
 
 LAUNCH_SECONDS = 7e-6
 """Host time per kernel."""

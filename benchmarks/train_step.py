@@ -38,8 +38,8 @@ from megalite import kernels
 from megalite.config import Config
 from megalite.config.entry_point import run_main
 from megalite.config.model_flops import CONVENTION, flops_per_token
-from megalite.hardware.gpus import peak_tflops
 from megalite.utils.errors import UserError
+from megalite.utils.hardware.gpus import peak_tflops
 
 HEADS = (
     "dropout",

@@ -15,8 +15,8 @@ import torch
 from megalite.config import Config
 from megalite.distributed.rendezvous import Launch
 from megalite.distributed.topology import Topology
-from megalite.hardware import cpu
 from megalite.train.telemetry.metrics import measure_memory
+from megalite.utils.hardware import cpu
 
 NUM_WARMUP = 3
 """Turns of each process that are not counted: memory is taken, and what is compiled is compiled."""

@@ -1,8 +1,5 @@
 """The public names of the library; `__init__.py` imports each when it is first used."""
 
-from megalite.batch.layer_state import LossTerm as LossTerm
-from megalite.batch.layer_state import WithTerms as WithTerms
-from megalite.batch.microbatch import Microbatch as Microbatch
 from megalite.checkpoint.lease import hold_folder as hold_folder
 from megalite.checkpoint.load import load_checkpoint as load_checkpoint
 from megalite.cli.train import pretrain as pretrain
@@ -17,6 +14,9 @@ from megalite.config import RecomputeConfig as RecomputeConfig
 from megalite.config import TrainingConfig as TrainingConfig
 from megalite.config import check_config as check_config
 from megalite.config.entry_point import run_rank as run_rank
+from megalite.data.batch.layer_state import LossTerm as LossTerm
+from megalite.data.batch.layer_state import WithTerms as WithTerms
+from megalite.data.batch.microbatch import Microbatch as Microbatch
 from megalite.data.build_datasets import DatasetSplits as DatasetSplits
 from megalite.data.epochs import Epochs as Epochs
 from megalite.data.gpt_dataset import GPTDataset as GPTDataset
@@ -40,6 +40,8 @@ from megalite.model.norm import build_norm as build_norm
 from megalite.model.stage import SequentialStage as SequentialStage
 from megalite.model.stage import Stage as Stage
 from megalite.model.transformer_stage import GPT as GPT
+from megalite.observe.verify.layouts import Layout as Layout
+from megalite.observe.verify.verification import verify_layouts as verify_layouts
 from megalite.tensor_parallel.counter_random import Dropout as Dropout
 from megalite.tensor_parallel.linear import ColumnParallelLinear as ColumnParallelLinear
 from megalite.tensor_parallel.linear import RowParallelLinear as RowParallelLinear
@@ -62,7 +64,5 @@ from megalite.train.trainer import Trainer as Trainer
 from megalite.train.trainer import start_trainer as start_trainer
 from megalite.utils.errors import UserError as UserError
 from megalite.utils.wrapping import wrap_point as wrap_point
-from megalite.verify.layouts import Layout as Layout
-from megalite.verify.verification import verify_layouts as verify_layouts
 
 __version__: str

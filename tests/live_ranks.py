@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from megalite.distributed.axes import MeshOptions
 from megalite.distributed.local_ranks import LocalRanks
 from megalite.distributed.topology import Topology
+from megalite.observe.verify.record_run import record_run as record_on
 from megalite.utils.log import log
-from megalite.verify.record_run import record_run as record_on
 
 
 class LiveRanks(LocalRanks):

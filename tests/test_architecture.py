@@ -10,8 +10,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LEVELS = (
-    ("utils", "batch"),
-    ("config", "hardware", "kernels"),
+    ("utils", "data.batch"),
+    ("config", "kernels", "utils.hardware"),
     ("distributed", "frontends"),
     ("tensor_parallel",),
     ("attention",),
@@ -19,25 +19,26 @@ LEVELS = (
     ("optim", "checkpoint"),
     ("observe",),
     ("train", "plan"),
-    ("verify", "generate", "report", "dry_run"),
-    ("ladder",),
+    ("generate", "observe.report", "observe.verify", "plan.dry_run"),
+    ("plan.ladder",),
     ("cli",),
     ("__main__",),
     ("experiments",),
 )
-"""Packages from the lowest level to the highest; those of one level do not import each other"""
-SAME_LEVEL = {("hardware.gpus", "utils.errors"), ("distributed.axes", "utils.errors")}
+"""Packages, and those below them that have a level of their own, from the lowest to the highest; those of one
+level do not import each other"""
+SAME_LEVEL = {("distributed.axes", "utils.errors")}
 LEVEL_OF = {package: level for level, packages in enumerate(LEVELS) for package in packages}
 LEVEL_OF_MODULE = {
-    **{"hardware.gpus": 0, "pipeline.schedules": 0, "distributed.axes": 0},
-    "train.rank_training": LEVEL_OF["ladder"],
+    **{"pipeline.schedules": 0, "distributed.axes": 0},
+    "train.rank_training": LEVEL_OF["plan.ladder"],
 }
 """Modules with a level of their own: tables of facts that every level reads, which do not import the rest of
 their package, and the run of a training, which starts the programs that read it"""
-READING = {"plan", "ladder", "report", "dry_run"}
+READING = {"plan", "plan.dry_run", "plan.ladder", "observe.report"}
 """Packages that read megalite and its results. Training works without them"""
 READERS_STARTED_BY = {
-    "train.rank_training": {"dry_run.dry_run", "plan.rank_plan"},
+    "train.rank_training": {"plan.dry_run", "plan.rank_plan"},
 }
 """Modules of these packages that others import, besides the commands"""
 FOLDERS_OF_NO_PACKAGE = {"benchmarks", "docs", "scripts"}
@@ -98,9 +99,13 @@ def _package(path: Path) -> str:
     return path.relative_to(ROOT / "megalite").parts[0].removesuffix(".py")
 
 
+def _home(module: str) -> str:
+    """Return what gives ``package.module`` below megalite its level: itself, or its package."""
+    return module if module in LEVEL_OF | LEVEL_OF_MODULE else module.split(".")[0]
+
+
 def _level(module: str) -> int:
-    """Return the level of ``package.module`` below megalite."""
-    return LEVEL_OF_MODULE.get(module, LEVEL_OF[module.split(".")[0]])
+    return (LEVEL_OF | LEVEL_OF_MODULE)[_home(module)]
 
 
 def _imports(path: Path) -> Iterator[str]:
@@ -113,13 +118,12 @@ def _imports(path: Path) -> Iterator[str]:
 
 
 def test_every_package_has_a_level() -> None:
-    assert {_package(path) for path in SOURCES} - {"__init__"} == set(LEVEL_OF)
+    assert {_package(path) for path in SOURCES} - {"__init__"} == {name.split(".")[0] for name in LEVEL_OF}
 
 
 def _runs_down(own: str, imported: str) -> bool:
     """Return whether one ``package.module`` below megalite may import another."""
-    package, other = own.split(".")[0], imported.split(".")[0]
-    within = package == other and LEVEL_OF_MODULE.keys().isdisjoint((own, imported))
+    within = _home(own) == _home(imported)
     return within or (own, imported) in SAME_LEVEL or _level(imported) < _level(own)
 
 
@@ -141,11 +145,10 @@ def test_imports_run_down() -> None:
 def test_training_does_not_import_what_reads_it() -> None:
     found: dict[str, set[str]] = {}
     for path in SOURCES:
-        if (package := _package(path)) not in READING | {"cli", "__main__"}:
+        if (name := _home(_name(path))) not in READING | {"cli", "__main__"}:
             parts = (name.split(".") for name in _imports(path))
             imported = {".".join(each[1:3]) for each in parts if each[0] == "megalite" and each[1:2]}
-            read = {each for each in imported if each.split(".")[0] in READING}
-            name = own if (own := _name(path)) in LEVEL_OF_MODULE else package
+            read = {each for each in imported if _home(each) in READING}
             found[name] = found.get(name, set()) | read
     assert {name: read for name, read in found.items() if read} == READERS_STARTED_BY
 

@@ -33,12 +33,12 @@ from megalite.config import (
 from megalite.config.presets import PRESETS
 from megalite.distributed.rendezvous import Launch
 from megalite.distributed.topology import Topology
-from megalite.hardware.gpus import Gpu
 from megalite.kernels import Drop, add_weight_and_bias_gradient_, add_weight_gradient_
 from megalite.kernels.weight_gradient import has_bias_gradient_gemm, has_widening_gemm
 from megalite.plan.kernel_time import fused_attention_seconds
 from megalite.tensor_parallel.parameter_spec import LayerContext
 from megalite.train.trainer import start_trainer
+from megalite.utils.hardware.gpus import Gpu
 
 TINY = replace(
     PRESETS["gpt2-124m"], num_layers=2, hidden_size=64, num_attention_heads=2, seq_length=64, vocab_size=128,

@@ -14,10 +14,10 @@ from benchmarks.gpu_check.runner import CheckContext
 from benchmarks.gpu_check.several_ranks import RankHost, on_several_ranks
 from megalite.config import Config, DataConfig
 from megalite.distributed.local_ranks import LocalRanks, RankError
+from megalite.observe.verify.compare_runs import TOLERANCES, compare
+from megalite.observe.verify.layouts import Layout
+from megalite.observe.verify.record_run import RunRecord, merge_stages, record_rank
 from megalite.utils.errors import UserError
-from megalite.verify.compare_runs import TOLERANCES, compare
-from megalite.verify.layouts import Layout
-from megalite.verify.record_run import RunRecord, merge_stages, record_rank
 from tests.covering import by_new_pairs
 from tests.parity import models
 from tests.parity import test_layout_table as layout_table

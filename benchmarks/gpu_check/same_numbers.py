@@ -27,11 +27,11 @@ from megalite.distributed.axis import Axis
 from megalite.distributed.rendezvous import Launch
 from megalite.distributed.topology import Topology
 from megalite.kernels import Drop
+from megalite.observe.verify.compare_runs import compare
+from megalite.observe.verify.record_run import RunRecord, record_rank
 from megalite.tensor_parallel.parameter_spec import LayerContext
 from megalite.tensor_parallel.vocab_parallel import vocab_parallel_cross_entropy
 from megalite.train.trainer import start_trainer
-from megalite.verify.compare_runs import compare
-from megalite.verify.record_run import RunRecord, record_rank
 
 LIMIT = 1e-11
 """Limit of a relative difference in fp64: only the order of sums differs."""

@@ -24,7 +24,7 @@ from benchmarks.gpu_check.links import LOG_SETTINGS, parse_log
 from benchmarks.gpu_check.mps import Mps
 from benchmarks.gpu_check.results import Result, at_most, failed, info, passed, rate, skipped
 from benchmarks.gpu_check.runner import ROOT, CheckContext
-from megalite.verify.layouts import Layout
+from megalite.observe.verify.layouts import Layout
 
 MAX_RANKS = 8
 """Most ranks of a layout of the layout table, and most ranks that share a GPU."""
@@ -90,9 +90,8 @@ def rank_host(context: CheckContext) -> Iterator[RankHost | str]:
         return
     if context.nccl is not None:
         os.environ["LD_PRELOAD"] = str(context.nccl.resolve())
-    question = (
-        "from megalite.hardware.cuda_environment import *; print(loaded_nccl(), nccl_problem(), sep='|')"
-    )
+    names = "from megalite.utils.hardware.cuda_environment import loaded_nccl, nccl_problem"
+    question = f"{names}; print(loaded_nccl(), nccl_problem(), sep='|')"
     answer = run_python("-c", question).text.strip().splitlines()[-1]
     version, _, problem = answer.partition("|")
     if problem:

@@ -26,9 +26,9 @@ from megalite.attention.kernels import BlockKernel, SdpaKernel
 from megalite.attention.plain import PlainKernel
 from megalite.attention.positions import PositionInfo, local_slopes
 from megalite.attention.ring import Ring, slices_of_ranks
-from megalite.batch.microbatch import Microbatch
 from megalite.config import AttentionSpec, ModelConfig
 from megalite.config.model.attention import LatentSpec
+from megalite.data.batch.microbatch import Microbatch
 from megalite.distributed.axis import Axis
 from megalite.distributed.collectives import start_all_gather
 from megalite.kernels import CausalSoftmax, Drop, VisibleKeys

@@ -24,10 +24,10 @@ from megalite.attention.positions import (
     local_slopes,
 )
 from megalite.attention.ring import GatheredKeys, Ring, slices_of_ranks
-from megalite.batch.microbatch import Microbatch
 from megalite.config import AttentionSpec, ModelConfig
 from megalite.config.model.rope import RotarySpec
 from megalite.config.parallel import CpCommType
+from megalite.data.batch.microbatch import Microbatch
 from megalite.distributed.held_positions import range_positions
 from megalite.kernels import CausalSoftmax, Drop, VisibleKeys
 from megalite.kernels.packed_heads import Heads

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from megalite.attention.algebra import Block, MergedAttention, merge_
 from megalite.attention.kernels import BlockKernel
-from megalite.batch.document_assignment import Assignment, DocumentRun
+from megalite.data.batch.document_assignment import Assignment, DocumentRun
 from megalite.distributed.axis import Axis
 from megalite.distributed.collectives import Pending, start_shift
 from megalite.distributed.held_positions import HeldPositions

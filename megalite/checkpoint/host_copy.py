@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.tensor_files import FilePiece
-from megalite.hardware.host_memory import allocate_bytes, pin
+from megalite.utils.hardware.host_memory import allocate_bytes, pin
 
 _ALIGNMENT = 64
 

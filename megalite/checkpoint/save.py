@@ -30,8 +30,8 @@ from megalite.config import Config, to_yaml
 from megalite.data.corpus_record import DataRecord
 from megalite.distributed.axis import Axis
 from megalite.distributed.topology import Topology
-from megalite.hardware.gpus import device_name
 from megalite.tensor_parallel.parameter_spec import ParameterShard
+from megalite.utils.hardware.gpus import device_name
 from megalite.utils.log import log
 
 _CUT_BYTES = 16 << 20

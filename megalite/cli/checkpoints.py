@@ -19,8 +19,8 @@ from megalite.checkpoint.convert.source import KINDS
 from megalite.checkpoint.convert.target import TARGETS
 from megalite.checkpoint.stored_run import CopiedParts, StoredRun, local_copy, run_at
 from megalite.frontends.tool_parser import ToolParser, local_path, positive_int
-from megalite.report import checkpoint_inspection
-from megalite.report.checkpoint_inspection import open_view
+from megalite.observe.report import checkpoint_inspection
+from megalite.observe.report.checkpoint_inspection import open_view
 from megalite.utils.errors import UserError
 from megalite.utils.log import configure_logging
 

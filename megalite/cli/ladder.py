@@ -19,9 +19,9 @@ from pathlib import Path
 from megalite.config.validate import problems_of
 from megalite.frontends.command_line import parse_run
 from megalite.frontends.tool_parser import ToolParser, local_path, positive_number
-from megalite.ladder.finished_runs import TooFewRuns, read_planned_run, read_runs
-from megalite.ladder.fit_report import fit_ladder, fit_lines, fit_page, fit_record
-from megalite.ladder.sizes import (
+from megalite.plan.ladder.finished_runs import TooFewRuns, read_planned_run, read_runs
+from megalite.plan.ladder.fit_report import fit_ladder, fit_lines, fit_page, fit_record
+from megalite.plan.ladder.sizes import (
     BATCH_EXPONENT,
     ScalingRules,
     default_lr_exponent,

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megalite.frontends.tool_parser import ToolParser, local_path
-from megalite.report.page import page
-from megalite.report.run_folder import open_run
-from megalite.report.time_report import time_comparison
+from megalite.observe.report.page import page
+from megalite.observe.report.run_folder import open_run
+from megalite.observe.report.time_report import time_comparison
 from megalite.utils.errors import UserError
 from megalite.utils.files import write_output
 

@@ -24,10 +24,10 @@ from megalite.config.option import flag_of
 from megalite.distributed.axes import MODEL
 from megalite.frontends.command_line import parse
 from megalite.frontends.tool_parser import ToolParser, positive_int
+from megalite.observe.verify.layouts import layouts_named
+from megalite.observe.verify.verification import bisect_layouts, verify_layouts
 from megalite.utils.errors import UserError
 from megalite.utils.log import configure_logging, log_notes
-from megalite.verify.layouts import layouts_named
-from megalite.verify.verification import bisect_layouts, verify_layouts
 
 _LAYOUTS = """names separated by commas: sizes of tp, pp, dp and mbs, with v2 (chunks), zb, zbv, dpv or gpipe
 after pp, and switches after a plus: tp2pp2, pp4zb, tp2pp2v2dp2+sp+zero1+gather+full; 'default' tests each

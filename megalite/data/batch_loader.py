@@ -16,8 +16,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megalite.batch.document_assignment import assign_documents
-from megalite.batch.microbatch import Microbatch
+from megalite.data.batch.document_assignment import assign_documents
+from megalite.data.batch.microbatch import Microbatch
 from megalite.data.gpt_dataset import Dataset
 from megalite.data.samples import Samples
 from megalite.distributed.held_positions import HeldPositions

@@ -15,10 +15,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megalite.batch.microbatch import Microbatch
 from megalite.config import Config
 from megalite.config.model.transformer import NUM_BERT_SPECIAL
 from megalite.data import _index_builder
+from megalite.data.batch.microbatch import Microbatch
 from megalite.data.bert_masking import BertSample, WordPieces, make_sample
 from megalite.data.gpt_dataset import Dataset
 from megalite.data.index_cache import (

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megalite.batch.microbatch import Microbatch
+from megalite.data.batch.microbatch import Microbatch
 from megalite.data.epochs import Epochs
 from megalite.data.gpt_dataset import Dataset
 from megalite.data.index_cache import Arrays, CachedArrays, CacheKey, IndexCache, cached_arrays, digest_of

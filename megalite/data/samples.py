@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megalite.batch.microbatch import Microbatch
+from megalite.data.batch.microbatch import Microbatch
 from megalite.data.document_ends import DocumentEnds, check_ends
 from megalite.data.gpt_dataset import Dataset, GPTDataset, count_tokens, gather
 from megalite.data.index_cache import IndexCache

@@ -31,9 +31,9 @@ from megalite.distributed.rendezvous import (
     rendezvous_explained,
 )
 from megalite.distributed.store_barrier import at_work, wait_for_all
-from megalite.hardware.cpu import keep_freed_memory, limit_threads, schedule_as_batch
-from megalite.hardware.cuda_environment import check_nccl_shares_gpus, prepare_environment, settings_for
 from megalite.utils.errors import UserError
+from megalite.utils.hardware.cpu import keep_freed_memory, limit_threads, schedule_as_batch
+from megalite.utils.hardware.cuda_environment import check_nccl_shares_gpus, prepare_environment, settings_for
 from megalite.utils.torch_private import fake_backend_devices, fake_group
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalite.attention.cache import CachedCore
-from megalite.batch.microbatch import Microbatch
+from megalite.data.batch.microbatch import Microbatch
 from megalite.data.tokenizers.tokenizer import Tokenizer
 from megalite.distributed.collectives import start_all_gather
 from megalite.distributed.topology import Topology

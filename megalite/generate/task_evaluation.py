@@ -23,8 +23,8 @@ from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
 from torch import Tensor
 
-from megalite.batch.microbatch import Microbatch
 from megalite.config import TrainingConfig
+from megalite.data.batch.microbatch import Microbatch
 from megalite.data.batch_loader import own_tokens_of
 from megalite.data.tokenizers.tokenizer import Tokenizer
 from megalite.distributed.collectives import all_reduce

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite.batch.document_assignment import Assignment
+from megalite.data.batch.document_assignment import Assignment
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

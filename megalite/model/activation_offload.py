@@ -28,10 +28,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from megalite.batch.layer_state import LayerState
-from megalite.hardware.host_memory import HostBuffer, HostBuffers, HostMemoryError
+from megalite.data.batch.layer_state import LayerState
 from megalite.model.stage import Stage
 from megalite.utils.errors import UserError, first_line
+from megalite.utils.hardware.host_memory import HostBuffer, HostBuffers, HostMemoryError
 from megalite.utils.torch_private import storage_number, tree_leaves
 from megalite.utils.wrapping import wrap
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from megalite.attention.core import StageCore
 from megalite.attention.positions import Angles, PositionInfo
-from megalite.batch.layer_state import BlockOutput
-from megalite.batch.microbatch import SampleNumbers
 from megalite.config import AttentionSpec, ModelConfig, RecomputeConfig
+from megalite.data.batch.layer_state import BlockOutput
+from megalite.data.batch.microbatch import SampleNumbers
 from megalite.distributed.collectives import all_gather_from
 from megalite.kernels.packed_heads import Heads, SplitHeads, split_heads
 from megalite.model.norm import HeadRMSNorm, build_head_norm

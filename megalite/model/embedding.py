@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megalite.batch.layer_state import LayerState
-from megalite.batch.microbatch import Microbatch
 from megalite.config import ModelConfig
 from megalite.config.model.model_config import num_padding_rows, padded_vocab_size
+from megalite.data.batch.layer_state import LayerState
+from megalite.data.batch.microbatch import Microbatch
 from megalite.model.mlp import GATES
 from megalite.model.norm import NORMS, build_norm
 from megalite.tensor_parallel.counter_random import Dropout

@@ -35,10 +35,10 @@ from megalite.distributed.collectives import (
     start_reduce_scatter,
 )
 from megalite.distributed.overlap_slots import OverlapSlots
-from megalite.hardware.host_memory import AsyncValues
 from megalite.kernels import copy_to_rows, sum_rows
 from megalite.model.grouped_linear import even_sizes
 from megalite.tensor_parallel.parameter_spec import LayerContext
+from megalite.utils.hardware.host_memory import AsyncValues
 
 _OF_EXPERTS = "tokens of experts"
 """Name of the tensors for the report of a hang."""

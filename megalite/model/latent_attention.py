@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from megalite.attention.positions import Angles, PositionInfo
-from megalite.batch.microbatch import SampleNumbers
 from megalite.config import ModelConfig, RecomputeConfig
 from megalite.config.model.attention import LatentSpec
+from megalite.data.batch.microbatch import SampleNumbers
 from megalite.distributed.collectives import copy_to_tensor_parallel, gather_from_sequence_parallel
 from megalite.model.attention import Attention
 from megalite.model.norm import build_latent_norm

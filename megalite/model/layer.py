@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from megalite.attention.core import StageCore
 from megalite.attention.positions import PositionInfo
-from megalite.batch.layer_state import BlockOutput, LayerState, SharedKeys, Terms, WithTerms
-from megalite.batch.microbatch import SampleNumbers
 from megalite.config import AttentionSpec, ModelConfig, RecomputeConfig
 from megalite.config.model.attention import LatentSpec
 from megalite.config.model.layers import MixerSpec
 from megalite.config.model.recurrence import DeltaNetSpec, MambaSpec
 from megalite.config.model.transformer import NORMALIZED
+from megalite.data.batch.layer_state import BlockOutput, LayerState, SharedKeys, Terms, WithTerms
+from megalite.data.batch.microbatch import SampleNumbers
 from megalite.kernels import ResidualSum
 from megalite.model.attention import Attention
 from megalite.model.embedding import EmbeddingGate

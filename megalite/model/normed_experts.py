@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megalite.batch.layer_state import Terms
-from megalite.batch.microbatch import SampleNumbers
 from megalite.config import ModelConfig, RecomputeConfig
+from megalite.data.batch.layer_state import Terms
+from megalite.data.batch.microbatch import SampleNumbers
 from megalite.model.experts import MixtureOfExperts, Router, Routing
 from megalite.model.norm import HeadRMSNorm, build_norm
 from megalite.model.recompute_region import recompute_first

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megalite.batch.layer_state import LM_LOSS, Z_LOSS, LayerState, LossTerm, WithTerms, add_terms
-from megalite.batch.microbatch import Microbatch
 from megalite.config import ModelConfig
+from megalite.data.batch.layer_state import LM_LOSS, Z_LOSS, LayerState, LossTerm, WithTerms, add_terms
+from megalite.data.batch.microbatch import Microbatch
 from megalite.kernels import site_key
 from megalite.model.embedding import Embedding, OutputLayer, VocabHead
 from megalite.tensor_parallel.counter_random import initialize

@@ -1,1 +1,1 @@
-"""Record what runs: operators, modules, collectives and memory, and the work of a model's units."""
+"""Record what runs: operators, modules, collectives, memory and units; compare runs, and show them."""

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from megalite.attention.choice import build_core
 from megalite.attention.core import StageCore
-from megalite.batch.layer_state import LayerState, LossTerm, SharedKeys
-from megalite.batch.microbatch import Microbatch
 from megalite.config import ModelConfig, RecomputeConfig
+from megalite.data.batch.layer_state import LayerState, LossTerm, SharedKeys
+from megalite.data.batch.microbatch import Microbatch
 from megalite.distributed.axes import EXPERTS, MODEL, MeshSpec
 from megalite.distributed.topology import Topology
 from megalite.kernels.flash_attention import MAX_HEAD_DIM

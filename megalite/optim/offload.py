@@ -16,7 +16,6 @@ from torch import Tensor
 from megalite.config import OptimizerConfig, ParallelConfig
 from megalite.distributed.axis import HOST_UPDATE
 from megalite.distributed.topology import FakeTopology, Topology
-from megalite.hardware.host_memory import free_bytes
 from megalite.kernels import adamw_
 from megalite.optim import NUM_STAGED, RANGE_SIZE
 from megalite.optim.ema import ema_share, update_ema_
@@ -31,6 +30,7 @@ from megalite.optim.state_storage import (
     ring_bytes,
 )
 from megalite.utils.errors import UserError
+from megalite.utils.hardware.host_memory import free_bytes
 
 T = TypeVar("T")
 

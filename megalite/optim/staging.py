@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megalite.hardware.host_memory import allocate_bytes, pin
 from megalite.optim import NUM_STAGED
 from megalite.utils.errors import UserError, first_line
+from megalite.utils.hardware.host_memory import allocate_bytes, pin
 
 
 def staging_bytes(size: int, dtypes: Sequence[torch.dtype]) -> int:

@@ -21,10 +21,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megalite.hardware.host_memory import allocate_bytes
 from megalite.optim import NUM_SLOTS, RANGE_SIZE
 from megalite.utils.errors import UserError
 from megalite.utils.files import file_system_of
+from megalite.utils.hardware.host_memory import allocate_bytes
 from megalite.utils.log import log
 
 FLAG = "--optimizer-nvme-offload"

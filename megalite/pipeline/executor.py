@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megalite.batch.layer_state import LossTerm, Terms, WithTerms, add_terms
+from megalite.data.batch.layer_state import LossTerm, Terms, WithTerms, add_terms
 from megalite.distributed.overlap_slots import OverlapSlots
 from megalite.pipeline.messages import Batch, Direction, Step, direction_of, plan_rank, reader_of, source_of
 from megalite.pipeline.point_to_point import PointToPoint

@@ -10,12 +10,12 @@ from megalite.config import Config
 from megalite.config.fields import fields_by_flag, with_fields
 from megalite.config.rules.parallel_rules import replicas, sample_ranks
 from megalite.config.stage_layers import layers_per_stage
-from megalite.hardware.gpus import GPUS
 from megalite.plan.communication import Cluster
 from megalite.plan.layout_fields import MIN_SLICE, routing_line, with_even_stages
 from megalite.plan.planned_run import PlannedRun, run_problems
 from megalite.plan.rank_memory import TIGHT_SHARE, RankMemory, choose_gathering, rank_memories
 from megalite.utils.errors import UserError
+from megalite.utils.hardware.gpus import GPUS
 
 _GB = 1e9
 NUM_REMEDIES = 3

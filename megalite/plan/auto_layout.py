@@ -13,8 +13,6 @@ from megalite.config import Config, DataConfig
 from megalite.config.config import LAYOUT_FIELDS
 from megalite.config.fields import with_fields
 from megalite.config.option import flag_with_value
-from megalite.hardware.gpus import CPU_CORE, GPUS, Gpu, gpu_of_device, peak_tflops_of
-from megalite.hardware.node_hardware import CPU, NodeHardware
 from megalite.plan.calibrate import with_cpu_defaults
 from megalite.plan.communication import Cluster
 from megalite.plan.estimate import Costs, RunPlan, large
@@ -32,6 +30,8 @@ from megalite.plan.planned_run import first_problem
 from megalite.plan.rank_memory import node_host_bytes
 from megalite.utils.errors import UserError, counted, first_line
 from megalite.utils.files import parse_json, read_regular, replace_file
+from megalite.utils.hardware.gpus import CPU_CORE, GPUS, Gpu, gpu_of_device, peak_tflops_of
+from megalite.utils.hardware.node_hardware import CPU, NodeHardware
 from megalite.utils.object_store import ObjectFolder, is_s3
 
 _GB = 1e9

@@ -14,7 +14,6 @@ import megalite
 from megalite.config.yaml_file import to_yaml
 from megalite.frontends.command_line import parse
 from megalite.frontends.tool_parser import ToolParser, local_path, positive_int, positive_number, whole_number
-from megalite.hardware.host_memory import total_bytes
 from megalite.plan.estimate import RunPlan
 from megalite.plan.layout_fields import layout_flags
 from megalite.plan.layout_search import fastest
@@ -25,6 +24,7 @@ from megalite.plan.trial import DONE, Length, Results, Trial, run_trial
 from megalite.utils.commands import command_name
 from megalite.utils.errors import UserError
 from megalite.utils.files import replace_file
+from megalite.utils.hardware.host_memory import total_bytes
 
 _GB = 1e9
 BEST_FILE = "best.yaml"

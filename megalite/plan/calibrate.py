@@ -15,10 +15,10 @@ from megalite.config import Config, ParallelConfig
 from megalite.config.fields import with_fields
 from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
-from megalite.hardware.gpus import Gpu
-from megalite.hardware.host_memory import total_bytes
 from megalite.model.stage import DTYPES
 from megalite.tensor_parallel.fp8 import E4M3, has_gemms_in_8_bits, in_fp8, scaled_gemm
+from megalite.utils.hardware.gpus import Gpu
+from megalite.utils.hardware.host_memory import total_bytes
 
 SECONDS = 0.3
 """Approximate length of each measurement."""

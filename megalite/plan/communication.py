@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from megalite.hardware.gpus import Gpu
+from megalite.utils.hardware.gpus import Gpu
 
 
 @dataclass(frozen=True)

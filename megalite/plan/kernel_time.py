@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 
-from megalite.hardware.gpus import Gpu
 from megalite.observe.unit_record import AttentionCall, CastCall, RecurrenceCall
 from megalite.plan.planned_run import FusedKernel, PlannedRun
+from megalite.utils.hardware.gpus import Gpu
 
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (128, 64, 0.75), (64, 64, 0.55))
 """Rows and columns of a streaming multiprocessor's output tile, and its share of the best rate. A small tile

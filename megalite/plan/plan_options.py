@@ -18,12 +18,12 @@ from megalite.frontends.tool_parser import (
     positive_number,
     whole_number,
 )
-from megalite.hardware.gpus import GPUS, Gpu, find_gpu
 from megalite.plan.communication import Cluster
 from megalite.plan.goodput import NODE_STORAGE_GBPS, REPAIR_DAYS, RESTART_MINUTES, Reliability
 from megalite.utils.commands import command_name
 from megalite.utils.errors import UserError, first_line, shortened
 from megalite.utils.files import parse_json, read_regular, replace_file
+from megalite.utils.hardware.gpus import GPUS, Gpu, find_gpu
 
 ETHERNET_NODE_GBPS = 12.5
 """GB/s of the Ethernet of a node, one way, which its GPUs share: an adapter of 100 Gb/s."""

@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 from megalite.config.model_flops import CONVENTION
-from megalite.hardware.gpus import GPUS
 from megalite.plan.estimate import RunPlan, as_object, duration, large, plain, run_costs
 from megalite.plan.goodput import GoodputPlan
 from megalite.plan.layout_fields import layout_name, legend_lines, routing_line
@@ -44,6 +43,7 @@ from megalite.plan.scaling import as_objects, plan_scaling, scaling_svg, scaling
 from megalite.utils.commands import command_lines
 from megalite.utils.errors import ConfigError, UserError, counted
 from megalite.utils.files import write_output
+from megalite.utils.hardware.gpus import GPUS
 
 _GB = 1e9
 _KINDS = {

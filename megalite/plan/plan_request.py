@@ -27,7 +27,6 @@ from megalite.config.stage_layers import num_stages
 from megalite.config.validate import conflicts, problems_of
 from megalite.frontends.command_line import NEEDED_TO_TRAIN, TRAINED_BY, parse
 from megalite.frontends.tool_parser import ToolParser, positive_int, positive_number
-from megalite.hardware.gpus import GPUS, Gpu
 from megalite.plan.communication import Cluster
 from megalite.plan.estimate import Costs, large
 from megalite.plan.goodput import Reliability
@@ -45,6 +44,7 @@ from megalite.plan.plan_options import (
 from megalite.plan.planned_run import PlannedRun, with_any_length
 from megalite.utils.commands import torchrun_arguments
 from megalite.utils.errors import ConfigError, UserError, first_line
+from megalite.utils.hardware.gpus import GPUS, Gpu
 
 DESCRIPTION = """Plan a run without a cluster: memory per rank, time per iteration, price.
 

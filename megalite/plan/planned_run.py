@@ -12,12 +12,12 @@ from megalite.config import Config, ModelConfig, TrainingConfig
 from megalite.config.stage_layers import layers_of_stages, layers_per_stage, stage_map
 from megalite.config.validate import RULES, Rule, problems_of
 from megalite.distributed.axes import MODEL, MeshSpec
-from megalite.hardware.gpus import Gpu
 from megalite.observe.unit_record import CastCall, Phase, UnitKey, WeightRecord
 from megalite.pipeline.schedules import SCHEDULES, StageMap
 from megalite.plan.communication import Cluster, Group
 from megalite.plan.units import ModelUnits, RankUnits, Sizes, UnitsKey, units_of
 from megalite.utils.errors import Problem
+from megalite.utils.hardware.gpus import Gpu
 
 
 class Replicas(NamedTuple):

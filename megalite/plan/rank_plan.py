@@ -20,9 +20,6 @@ from megalite.config import Config
 from megalite.distributed.collectives import all_reduce
 from megalite.distributed.rendezvous import Launch, check_start, open_store
 from megalite.distributed.topology import Topology
-from megalite.hardware.gpus import GPUS
-from megalite.hardware.host_memory import free_bytes
-from megalite.hardware.node_hardware import NodeHardware, inspect_node, weakest
 from megalite.model.stage import StageProvider, is_own_model
 from megalite.optim.weight_gathering import WeightGathering
 from megalite.plan.advice import Device, advise, advise_largest, planned_run_on
@@ -31,6 +28,9 @@ from megalite.plan.optimizer_update import offloaded_state
 from megalite.plan.planned_run import PlannedRun
 from megalite.plan.rank_memory import TIGHT_SHARE, choose_gathering, host_activations, rank_memories
 from megalite.utils.errors import UserError
+from megalite.utils.hardware.gpus import GPUS
+from megalite.utils.hardware.host_memory import free_bytes
+from megalite.utils.hardware.node_hardware import NodeHardware, inspect_node, weakest
 from megalite.utils.log import log
 
 _GB = 1e9
@@ -157,9 +157,9 @@ def agreed_layout(
     Raises:
         UserError: raised by `choose`; on every rank.
     """
-    store.set(f"megalite/hardware/{launch.rank}", json.dumps(asdict(hardware)))
+    store.set(f"megalite/utils/hardware/{launch.rank}", json.dumps(asdict(hardware)))
     if launch.rank == 0:
-        keys = [f"megalite/hardware/{rank}" for rank in range(launch.world_size)]
+        keys = [f"megalite/utils/hardware/{rank}" for rank in range(launch.world_size)]
         nodes = {text: NodeHardware(**json.loads(text)) for text in store.multi_get(keys)}
         try:
             answer = {"choice": choose(weakest(list(nodes.values()))).to_json()}

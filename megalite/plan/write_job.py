@@ -15,7 +15,6 @@ from megalite.config.config import LAYOUT_FIELDS
 from megalite.config.rules import data_rules
 from megalite.frontends.command_line import TRAINED_BY, parse
 from megalite.frontends.tool_parser import ToolParser, local_path, positive_int
-from megalite.hardware.gpus import find_gpu
 from megalite.plan.estimate import RunPlan, run_costs
 from megalite.plan.job_files import Kubernetes, Slurm, StartedRun, batch_script, pytorch_job, slurm_limit
 from megalite.plan.layout_fields import layout_flags
@@ -26,6 +25,7 @@ from megalite.plan.plan_request import Request, job_tokens, planning_flags, read
 from megalite.utils.commands import command_name
 from megalite.utils.errors import UserError
 from megalite.utils.files import write_output
+from megalite.utils.hardware.gpus import find_gpu
 
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff\ufffe\uffff]")
 """Characters that end a line, or that a shell or a YAML file cannot hold."""

@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megalite.batch.microbatch import Microbatch
 from megalite.config import TrainingConfig
+from megalite.data.batch.microbatch import Microbatch
 from megalite.distributed.axis import Axis
 from megalite.distributed.collectives import all_reduce
 from megalite.kernels.library import at_run_time, one_operator

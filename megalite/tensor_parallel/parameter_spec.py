@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megalite.batch.microbatch import AssignedSamples, SampleNumbers
 from megalite.config.parallel import (
     CP_COMM_PROPERTIES,
     CpCommProperties,
@@ -19,6 +18,7 @@ from megalite.config.parallel import (
     CpCommTypes,
     comm_type_of_layer,
 )
+from megalite.data.batch.microbatch import AssignedSamples, SampleNumbers
 from megalite.distributed.axes import CONTEXT, EXPERTS, Slice
 from megalite.distributed.axis import Axis, AxisSet
 from megalite.distributed.held_positions import cut_ranges, range_positions

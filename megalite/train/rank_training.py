@@ -21,9 +21,11 @@ from megalite.distributed.rendezvous import (
     several_by_other_launcher,
 )
 from megalite.distributed.topology import Topology
-from megalite.dry_run.dry_run import dry_run
 from megalite.frontends.command_line import ParsedRun
 from megalite.model.stage import StageProvider, is_own_model
+from megalite.observe.verify.layouts import layouts_named
+from megalite.observe.verify.verification import verify_layouts
+from megalite.plan.dry_run.dry_run import dry_run
 from megalite.plan.rank_plan import LayoutTrial, RankPlan, train_in_chosen_layout
 from megalite.train.callbacks import default_callbacks
 from megalite.train.loop import Callback, check_callbacks, train
@@ -51,8 +53,6 @@ from megalite.train.telemetry.writers import Writers
 from megalite.train.trainer import Trainer
 from megalite.utils.errors import ConfigError, UserError, one_line
 from megalite.utils.log import configure_logging, log, log_notes
-from megalite.verify.layouts import layouts_named
-from megalite.verify.verification import verify_layouts
 
 
 def train_parsed_run(

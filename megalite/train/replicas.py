@@ -19,10 +19,10 @@ from megalite.distributed.axes import coordinates_text
 from megalite.distributed.axis import Axis
 from megalite.distributed.collectives import flat_all_gather
 from megalite.distributed.topology import Topology
-from megalite.hardware.gpus import device_name
 from megalite.tensor_parallel.parameter_spec import ParameterShard
 from megalite.train.trainer import Trainer
 from megalite.utils.errors import UserError, few
+from megalite.utils.hardware.gpus import device_name
 
 _WAIT = "audit"
 RUN_STATE = "seed, iteration and number of samples"

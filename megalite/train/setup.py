@@ -25,8 +25,6 @@ from megalite.distributed.agreement import code_record
 from megalite.distributed.collectives import largest_of_all
 from megalite.distributed.rendezvous import Launch
 from megalite.distributed.topology import Topology
-from megalite.hardware.cpu import bind_to_gpu
-from megalite.hardware.cuda_environment import describe, describe_sharing, settings_for
 from megalite.optim.offload import OffloadBytes
 from megalite.optim.weight_gathering import WeightGathering
 from megalite.train.model_chunks import named_parameters, weight_gradient_fusion
@@ -35,6 +33,8 @@ from megalite.train.stopping import RequeueNote, StopSignals, stop_signals
 from megalite.train.telemetry.writers import Writers
 from megalite.train.trainer import Trainer
 from megalite.utils.errors import UserError, counted
+from megalite.utils.hardware.cpu import bind_to_gpu
+from megalite.utils.hardware.cuda_environment import describe, describe_sharing, settings_for
 from megalite.utils.log import configure_logging, log, log_notes
 from megalite.utils.object_store import is_s3
 from megalite.utils.torch_versions import untested_warning

@@ -12,19 +12,19 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megalite.batch.microbatch import Microbatch
 from megalite.checkpoint.progress import TrainingProgress
 from megalite.config import Config, TrainingConfig
 from megalite.config.parameter_schedules import OptimizerSchedules
+from megalite.data.batch.microbatch import Microbatch
 from megalite.data.batch_loader import BatchLoader
 from megalite.distributed.axis import DEVICE
-from megalite.hardware.host_memory import AsyncValues
 from megalite.optim.optimizer import Optimizer
 from megalite.pipeline.executor import Pipeline
 from megalite.tensor_parallel.fp8 import Fp8Weights
 from megalite.train.global_batch import GlobalBatches, LossMasks, global_losses, hidden_shape
 from megalite.train.run_context import RunContext
 from megalite.train.telemetry.timers import BATCH_GENERATOR
+from megalite.utils.hardware.host_memory import AsyncValues
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megalite.batch.microbatch import Microbatch
 from megalite.checkpoint.lease import FolderLease
 from megalite.checkpoint.load import LoadPlan, load_checkpoint
 from megalite.checkpoint.progress import TrainingProgress
@@ -17,6 +16,7 @@ from megalite.checkpoint.save import Contents
 from megalite.checkpoint.saver import Saver
 from megalite.checkpoint.stored_run import StoredRun
 from megalite.config import Config
+from megalite.data.batch.microbatch import Microbatch
 from megalite.data.batch_loader import NUM_AHEAD, BatchLoader
 from megalite.data.build_datasets import DatasetSplits
 from megalite.data.gpt_dataset import Dataset

@@ -1,1 +1,1 @@
-"""Errors, safe file access, logging, and private names of torch: what every package may import."""
+"""Errors, safe file access, logging, hardware, and private names of torch: what every package may import."""

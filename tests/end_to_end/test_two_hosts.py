@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megalite.report.run_history import read_history
+from megalite.observe.report.run_history import read_history
 from megalite.train.telemetry.time_terms import compare
 from tests.end_to_end.conftest import ROOT, TINY_FLAGS
 from tests.end_to_end.two_hosts import INTERFACE, Host, two_hosts, why_not

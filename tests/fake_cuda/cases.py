@@ -8,7 +8,7 @@ from typing import Any
 
 from megalite.config import Config, DataConfig, OptimizerConfig, TrainingConfig
 from megalite.config.presets import PRESETS
-from megalite.verify.layouts import Layout
+from megalite.observe.verify.layouts import Layout
 
 NUM_CHUNKS = {"zbv": 2, "dpv": 2}
 """Chunks of a rank in the schedules that set their number."""
@@ -84,7 +84,7 @@ def case(layout: str | Layout = "tp1", preset: str = "gpt-tiny", **options: Any)
     """Return a case with as many microbatches as its pipeline needs, and at least two.
 
     Args:
-        layout: a layout, or its name; see `megalite.verify.layouts`.
+        layout: a layout, or its name; see `megalite.observe.verify.layouts`.
     """
     if isinstance(layout, str):
         layout = Layout.parse(layout)

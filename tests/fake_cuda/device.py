@@ -156,8 +156,8 @@ def _replace_memory(checks: DeviceChecks) -> None:
     """Replace memory that the system maps and CUDA pins with fake tensors."""
     import torch
 
-    from megalite.hardware import host_memory
     from megalite.optim import staging, state_storage
+    from megalite.utils.hardware import host_memory
 
     def allocate_bytes(num_bytes: int) -> torch.Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8)

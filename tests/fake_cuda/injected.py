@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalite.batch.microbatch import Microbatch
 from megalite.data import batch_loader
+from megalite.data.batch.microbatch import Microbatch
 from megalite.distributed import collectives
 from megalite.optim import gradient_buckets
 from megalite.pipeline import point_to_point

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
+from megalite.observe.verify.layouts import Layout
 from megalite.utils.errors import ConfigError
-from megalite.verify.layouts import Layout
 from tests.covering import pairs
 from tests.fake_cuda.cases import Case, case
 

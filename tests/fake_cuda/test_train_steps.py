@@ -13,7 +13,7 @@ from operator import sub
 
 import pytest
 
-from megalite.verify.layouts import TABLE
+from megalite.observe.verify.layouts import TABLE
 from tests.covering import pairs
 from tests.fake_cuda.cases import CASES, Case, case
 from tests.fake_cuda.child import FakeGpu
@@ -21,7 +21,7 @@ from tests.fake_cuda.refusals import OVERLAP
 from tests.fake_cuda.rows import covering_rows, parts
 
 ROWS = list(covering_rows(list(CASES.values())))
-RESULTS = "reduction by megalite/hardware/host_memory.py (read)"
+RESULTS = "reduction by megalite/utils/hardware/host_memory.py (read)"
 """The wait for loss and norm."""
 WAITS_WITH_OFFLOADED_STATE = {
     "reduction by megalite/distributed/topology.py (to_host)",  # the norm, and so all gradients

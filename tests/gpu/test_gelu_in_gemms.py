@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megalite.batch.microbatch import Microbatch
 from megalite.config import Config, ModelConfig, ParallelConfig
 from megalite.config.presets import PRESETS
+from megalite.data.batch.microbatch import Microbatch
 from megalite.distributed.rendezvous import Launch
 from megalite.distributed.topology import Topology
 from megalite.kernels import has_linear_gelu, library

@@ -14,11 +14,11 @@ import torch
 
 from megalite.config import Config, DataConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 from megalite.config.presets import PRESETS
-from megalite.hardware.cuda_environment import nccl_problem
 from megalite.kernels.flash_attention import has_triton
-from megalite.verify.compare_runs import TOLERANCES, compare
-from megalite.verify.layouts import Layout
-from megalite.verify.record_run import RunRecord, record_run
+from megalite.observe.verify.compare_runs import TOLERANCES, compare
+from megalite.observe.verify.layouts import Layout
+from megalite.observe.verify.record_run import RunRecord, record_run
+from megalite.utils.hardware.cuda_environment import nccl_problem
 
 pytestmark = [
     pytest.mark.gpu,

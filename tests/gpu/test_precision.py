@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite.batch.microbatch import Microbatch
 from megalite.config import ModelConfig, ParallelConfig, TrainingConfig
+from megalite.data.batch.microbatch import Microbatch
 from megalite.distributed.rendezvous import Launch
 from megalite.distributed.topology import Topology
 from megalite.model.compiled import check_compiler, compile_layers

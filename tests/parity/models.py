@@ -8,8 +8,8 @@ from typing import Any
 
 from megalite.config import Config, DataConfig, OptimizerConfig, TrainingConfig
 from megalite.config.presets import PRESETS
-from megalite.verify.layouts import Layout
-from megalite.verify.record_run import RunRecord
+from megalite.observe.verify.layouts import Layout
+from megalite.observe.verify.record_run import RunRecord
 from tests.live_ranks import record_run
 
 NUM_ITERATIONS = 2  # the second one has weights and moments of the first

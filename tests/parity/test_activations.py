@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 
 from megalite.config import RecomputeConfig
-from megalite.verify.compare_runs import TOLERANCES, compare
-from megalite.verify.layouts import Layout
+from megalite.observe.verify.compare_runs import TOLERANCES, compare
+from megalite.observe.verify.layouts import Layout
 from tests.parity.models import MODELS, NUM_ITERATIONS, config_of, reference, run_in
 
 SEQUENCE_PARALLEL = ("tp2+sp", "tp4+sp", "tp2pp2dp2+sp")

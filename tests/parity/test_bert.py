@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from megalite.config import Config, DataConfig, OptimizerConfig, RecomputeConfig, TrainingConfig
 from megalite.config.presets import PRESETS
 from megalite.distributed.topology import Topology
+from megalite.observe.verify.compare_runs import TOLERANCES, compare
+from megalite.observe.verify.record_run import RunRecord
 from megalite.train.trainer import start_trainer
-from megalite.verify.compare_runs import TOLERANCES, compare
-from megalite.verify.record_run import RunRecord
 from tests.parity.models import run_alone, run_in
 
 NUM_ITERATIONS, GLOBAL_BATCH_SIZE = 2, 8

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from megalite.config import RecomputeConfig
-from megalite.verify.compare_runs import TOLERANCES, compare
-from megalite.verify.layouts import Layout
-from megalite.verify.record_run import record_run
+from megalite.observe.verify.compare_runs import TOLERANCES, compare
+from megalite.observe.verify.layouts import Layout
+from megalite.observe.verify.record_run import record_run
 from tests.parity.models import (
     BESIDE,
     GLOBAL_BATCH_SIZE,

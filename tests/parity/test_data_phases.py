@@ -11,7 +11,7 @@ import pytest
 from megalite.config import Config, DataConfig, OptimizerConfig, TrainingConfig
 from megalite.config.presets import PRESETS
 from megalite.data.indexed_dataset import IndexedWriter
-from megalite.verify.compare_runs import TOLERANCES, compare
+from megalite.observe.verify.compare_runs import TOLERANCES, compare
 from tests.parity.models import run_alone, run_in
 
 NUM_ITERATIONS = 3

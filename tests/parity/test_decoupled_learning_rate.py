@@ -13,10 +13,10 @@ from megalite.config import Config, DataConfig, OptimizerConfig, TrainingConfig
 from megalite.config.parameter_schedules import LearningRate
 from megalite.config.presets import PRESETS
 from megalite.distributed.topology import Topology
+from megalite.observe.verify.compare_runs import TOLERANCES, compare
+from megalite.observe.verify.record_run import RunRecord
 from megalite.train.model_chunks import named_parameters
 from megalite.train.trainer import start_trainer
-from megalite.verify.compare_runs import TOLERANCES, compare
-from megalite.verify.record_run import RunRecord
 from tests.live_ranks import run_ranks
 from tests.parity.models import run_alone, run_in
 

@@ -11,8 +11,8 @@ from megalite.config import Config, DataConfig, OptimizerConfig, TrainingConfig
 from megalite.config.presets import PRESETS
 from megalite.experiments.depth_scaled_norms import DepthScaledGPT
 from megalite.model.stage import StageProvider
-from megalite.verify.compare_runs import TOLERANCES, compare
-from megalite.verify.layouts import Layout
+from megalite.observe.verify.compare_runs import TOLERANCES, compare
+from megalite.observe.verify.layouts import Layout
 from tests.live_ranks import record_run
 
 CONFIG = Config(

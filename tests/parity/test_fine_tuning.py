@@ -9,15 +9,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megalite.batch.microbatch import Microbatch
 from megalite.config import Config, DataConfig, OptimizerConfig, TrainingConfig
 from megalite.config.presets import PRESETS
+from megalite.data.batch.microbatch import Microbatch
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.loss_mask import LossMask
 from megalite.distributed.topology import Topology
+from megalite.observe.verify.compare_runs import TOLERANCES, compare
+from megalite.observe.verify.record_run import RunRecord
 from megalite.train.trainer import start_trainer
-from megalite.verify.compare_runs import TOLERANCES, compare
-from megalite.verify.record_run import RunRecord
 from tests.chat import VOCABULARY, conversations, preprocess_chat
 from tests.parity.models import run_alone, run_in
 

@@ -13,9 +13,9 @@ import pytest
 from megalite.config import Config
 from megalite.config.fp8 import Fp8Recipe
 from megalite.config.presets import PRESETS
-from megalite.verify.compare_runs import TOLERANCES, compare
-from megalite.verify.layouts import Layout
-from megalite.verify.record_run import RunRecord
+from megalite.observe.verify.compare_runs import TOLERANCES, compare
+from megalite.observe.verify.layouts import Layout
+from megalite.observe.verify.record_run import RunRecord
 from tests.live_ranks import record_run
 from tests.parity.models import NUM_ITERATIONS, config_of, run_alone, run_in
 

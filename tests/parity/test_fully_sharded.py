@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megalite.config import RecomputeConfig
-from megalite.verify.compare_runs import TOLERANCES, compare
+from megalite.observe.verify.compare_runs import TOLERANCES, compare
 from tests.parity import models
 from tests.parity import test_layout_table as table
 from tests.parity import test_precision as precision

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from megalite.verify.compare_runs import TOLERANCES
+from megalite.observe.verify.compare_runs import TOLERANCES
 from tests.parity.conftest import write_corpus
 from tests.parity.models import GEMMA4_E2B, MODELS, MUON, SWITCHES, reference
 

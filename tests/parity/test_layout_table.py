@@ -19,11 +19,11 @@ from dataclasses import replace
 import pytest
 
 from megalite.config.parallel import CpCommType
+from megalite.observe.verify.compare_runs import TOLERANCES, compare
+from megalite.observe.verify.layouts import TABLE, Layout
+from megalite.observe.verify.record_run import RunRecord
+from megalite.observe.verify.record_run import record_run as record_anew
 from megalite.utils.errors import ConfigError
-from megalite.verify.compare_runs import TOLERANCES, compare
-from megalite.verify.layouts import TABLE, Layout
-from megalite.verify.record_run import RunRecord
-from megalite.verify.record_run import record_run as record_anew
 from tests.live_ranks import record_run
 from tests.parity.models import (
     BESIDE,

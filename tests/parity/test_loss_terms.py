@@ -15,11 +15,11 @@ from megalite.config import Config, DataConfig, LoggingConfig, RecomputeConfig, 
 from megalite.config.presets import PRESETS
 from megalite.distributed.local_ranks import run_ranks as run_new_ranks
 from megalite.model.layer import TransformerLayer
+from megalite.observe.verify.compare_runs import TOLERANCES, compare
+from megalite.observe.verify.layouts import Layout
+from megalite.observe.verify.record_run import RunRecord, record_rank
 from megalite.train.telemetry.metrics import IntervalMeter
 from megalite.train.telemetry.writers import iteration_line
-from megalite.verify.compare_runs import TOLERANCES, compare
-from megalite.verify.layouts import Layout
-from megalite.verify.record_run import RunRecord, record_rank
 from tests.live_ranks import record_run, run_ranks
 
 GLOBAL_BATCH_SIZE = 8

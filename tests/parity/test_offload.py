@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megalite.verify.layouts import Layout
-from megalite.verify.record_run import RunRecord
+from megalite.observe.verify.layouts import Layout
+from megalite.observe.verify.record_run import RunRecord
 from tests.live_ranks import record_run
 from tests.parity import models
 

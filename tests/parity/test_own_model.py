@@ -33,11 +33,11 @@ from megalite import (
 from megalite.config import Config, DataConfig, OptimizerConfig, RecomputeConfig, TrainingConfig
 from megalite.config.presets import PRESETS
 from megalite.distributed.local_ranks import LocalRanks
+from megalite.observe.verify.compare_runs import TOLERANCES, compare
+from megalite.observe.verify.layouts import Layout
+from megalite.observe.verify.record_run import RunRecord
+from megalite.observe.verify.record_run import record_run as record_on
 from megalite.utils.errors import UserError
-from megalite.verify.compare_runs import TOLERANCES, compare
-from megalite.verify.layouts import Layout
-from megalite.verify.record_run import RunRecord
-from megalite.verify.record_run import record_run as record_on
 from tests.parity.models import config_in
 
 NUM_ITERATIONS, GLOBAL_BATCH_SIZE = 2, 8

@@ -18,7 +18,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megalite.batch.microbatch import Microbatch
 from megalite.config import (
     Config,
     DataConfig,
@@ -29,12 +28,13 @@ from megalite.config import (
 )
 from megalite.config.parallel import CpCommType
 from megalite.config.presets import PRESETS
+from megalite.data.batch.microbatch import Microbatch
 from megalite.data.samples import MockDataset, random_tokens
 from megalite.distributed.topology import Topology
+from megalite.observe.verify.compare_runs import TOLERANCES, compare
+from megalite.observe.verify.layouts import Layout
+from megalite.observe.verify.record_run import RunRecord
 from megalite.train.trainer import start_trainer
-from megalite.verify.compare_runs import TOLERANCES, compare
-from megalite.verify.layouts import Layout
-from megalite.verify.record_run import RunRecord
 from tests.live_ranks import record_run, run_ranks
 from tests.parity.models import config_in, run_alone, run_in
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from megalite.config import Config
-from megalite.verify.compare_runs import TOLERANCES, compare
-from megalite.verify.record_run import RunRecord
+from megalite.observe.verify.compare_runs import TOLERANCES, compare
+from megalite.observe.verify.record_run import RunRecord
 from tests.parity import models
 
 CURVE, IN_LAYOUTS = 30, 10

@@ -9,8 +9,8 @@ import pytest
 
 from megalite.config import Config, DataConfig, OptimizerConfig, TrainingConfig
 from megalite.config.presets import PRESETS
-from megalite.verify.compare_runs import TOLERANCES, compare
-from megalite.verify.record_run import RunRecord
+from megalite.observe.verify.compare_runs import TOLERANCES, compare
+from megalite.observe.verify.record_run import RunRecord
 from tests.live_ranks import record_run
 from tests.parity.models import run_in
 

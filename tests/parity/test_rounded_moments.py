@@ -11,8 +11,8 @@ from dataclasses import replace
 import pytest
 
 from megalite.config import Config
-from megalite.verify.compare_runs import TOLERANCES, compare
-from megalite.verify.record_run import RunRecord
+from megalite.observe.verify.compare_runs import TOLERANCES, compare
+from megalite.observe.verify.record_run import RunRecord
 from tests.parity.models import MIXTRAL, MUON, config_of, run_alone, run_in
 
 NUM_ITERATIONS = 3

@@ -14,8 +14,8 @@ from torch import Tensor
 from megalite.config import Config, DataConfig, OptimizerConfig, TrainingConfig
 from megalite.config.presets import PRESETS
 from megalite.model.experts import BALANCE_LOSS, ROUTER_Z_LOSS
-from megalite.verify.compare_runs import TOLERANCES, compare
-from megalite.verify.record_run import RunRecord
+from megalite.observe.verify.compare_runs import TOLERANCES, compare
+from megalite.observe.verify.record_run import RunRecord
 from tests.chat import write_masked
 from tests.parity.models import run_alone, run_in
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from megalite.config import ParallelConfig, check_config
-from megalite.verify.compare_runs import TOLERANCES, compare
+from megalite.observe.verify.compare_runs import TOLERANCES, compare
 from tests.live_ranks import record_run
 from tests.parity import test_layout_table as table
 from tests.parity.models import NUM_ITERATIONS, config_of, reference

@@ -13,9 +13,9 @@ from megalite.config import Config, DataConfig, OptimizerConfig, TrainingConfig
 from megalite.config.presets import PRESETS
 from megalite.data.samples import MockDataset
 from megalite.distributed.topology import Topology
+from megalite.observe.verify.compare_runs import TOLERANCES, compare
+from megalite.observe.verify.record_run import RunRecord
 from megalite.train.trainer import start_trainer
-from megalite.verify.compare_runs import TOLERANCES, compare
-from megalite.verify.record_run import RunRecord
 from tests.parity.models import run_alone, run_in
 
 SHORT, LONG, GLOBAL_BATCH_SIZE, NUM_ITERATIONS = 16, 64, 8, 4

@@ -11,19 +11,18 @@ import torch
 from torch import Tensor
 
 from megalite.attention import algebra, core, exchange, plain, positions, ring
-from megalite.batch.document_assignment import DocumentRun
-from megalite.batch.layer_state import LayerState
-from megalite.batch.microbatch import Microbatch
 from megalite.checkpoint import load
 from megalite.checkpoint.convert import average
 from megalite.checkpoint.parameter_range import ParameterRange
 from megalite.data import batch_loader
+from megalite.data.batch.document_assignment import DocumentRun
+from megalite.data.batch.layer_state import LayerState
+from megalite.data.batch.microbatch import Microbatch
 from megalite.distributed import collectives
 from megalite.distributed.axes import Slice
 from megalite.distributed.collectives import Pending, gather_from_tensor_parallel
 from megalite.distributed.held_positions import HeldPositions
 from megalite.distributed.topology import Topology
-from megalite.hardware.host_memory import HostBuffers
 from megalite.model import (
     activation_offload,
     attention,
@@ -72,6 +71,7 @@ from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterShard
 from megalite.tensor_parallel.placement import Box, ParameterAxes
 from megalite.train import global_batch, model_chunks, trainer
 from megalite.train.global_batch import LossMasks
+from megalite.utils.hardware.host_memory import HostBuffers
 from tests.power import own_stage
 from tests.power.injected_error import (
     Change,

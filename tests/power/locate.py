@@ -15,11 +15,11 @@ from typing import Any
 from megalite.config import Config
 from megalite.distributed.local_ranks import RankError
 from megalite.distributed.topology import Topology
+from megalite.observe.verify.layouts import Layout
+from megalite.observe.verify.trace_run import RankTrace, trace_rank
+from megalite.observe.verify.verification import Location, locate_difference
 from megalite.train.run_context import Providers
 from megalite.utils.errors import UserError
-from megalite.verify.layouts import Layout
-from megalite.verify.trace_run import RankTrace, trace_rank
-from megalite.verify.verification import Location, locate_difference
 from tests.live_ranks import RANKS, run_ranks
 from tests.power.catalogue import CATALOGUE
 from tests.power.injected_error import InjectedError

@@ -24,12 +24,12 @@ from megalite.config.parallel import CpCommType
 from megalite.config.presets import PRESETS
 from megalite.distributed.local_ranks import RankError
 from megalite.distributed.topology import Topology
+from megalite.observe.verify.compare_runs import TOLERANCES, compare
+from megalite.observe.verify.layouts import Layout, default_layouts
+from megalite.observe.verify.record_run import RunRecord, SaveChain, merge_stages, record_rank
+from megalite.observe.verify.verification import FP16_LOSS_SCALE, resumed_excesses
 from megalite.train.run_context import Providers
 from megalite.utils.errors import UserError
-from megalite.verify.compare_runs import TOLERANCES, compare
-from megalite.verify.layouts import Layout, default_layouts
-from megalite.verify.record_run import RunRecord, SaveChain, merge_stages, record_rank
-from megalite.verify.verification import FP16_LOSS_SCALE, resumed_excesses
 from tests.live_ranks import RANKS, run_ranks
 from tests.power.catalogue import CATALOGUE, CONTROL
 from tests.power.injected_error import InjectedError

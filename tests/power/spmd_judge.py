@@ -24,18 +24,18 @@ from spmd_types.checker import typecheck
 from torch import Tensor
 
 from megalite.attention import algebra
-from megalite.batch.microbatch import Microbatch
 from megalite.config import Config
+from megalite.data.batch.microbatch import Microbatch
 from megalite.distributed import collectives
 from megalite.distributed.topology import Topology
 from megalite.kernels import norm, packed_heads
 from megalite.model import chunked_recurrence, recompute_region
 from megalite.model.stage import StageProvider
 from megalite.model.transformer_stage import TransformerStage
+from megalite.observe.verify.layouts import Layout
 from megalite.tensor_parallel import linear, vocab_parallel
 from megalite.tensor_parallel.parameter_spec import spec_of
 from megalite.train.model_chunks import build_chunks
-from megalite.verify.layouts import Layout
 from tests.power.catalogue import CATALOGUE
 from tests.power.injected_error import InjectedError
 from tests.power.measure import config_of

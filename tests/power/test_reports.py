@@ -17,8 +17,8 @@ from megalite import (
     SequentialStage,
     new_parameter,
 )
-from megalite.verify.compare_runs import TOLERANCES, compare
-from megalite.verify.layouts import Layout
+from megalite.observe.verify.compare_runs import TOLERANCES, compare
+from megalite.observe.verify.layouts import Layout
 from tests.live_ranks import record_run
 from tests.power.catalogue import CONTROL
 from tests.power.measure import GLOBAL_BATCH_SIZE, config_of, measure

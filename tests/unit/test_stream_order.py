@@ -20,10 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megalite.batch.microbatch import Microbatch
 from megalite.checkpoint.host_copy import HostCopy
 from megalite.checkpoint.tensor_files import FilePiece
 from megalite.config import ModelConfig, OptimizerConfig, ParallelConfig, RecomputeConfig
+from megalite.data.batch.microbatch import Microbatch
 from megalite.distributed.collectives import (
     all_gather_from,
     copy_to_tensor_parallel,
@@ -35,7 +35,6 @@ from megalite.distributed.collectives import (
     scatter_to_tensor_parallel,
 )
 from megalite.distributed.topology import Topology
-from megalite.hardware.host_memory import AsyncValues, HostBuffers
 from megalite.model import activation_offload
 from megalite.model.activation_offload import ActivationOffload
 from megalite.model.expert_dispatch import _Finish, _Start, dispatcher_for
@@ -54,6 +53,7 @@ from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec,
 from megalite.tensor_parallel.vocab_parallel import TiedWeight, sum_tied_embedding_grads
 from megalite.train.gemm_epilogues import seconds_in_turns
 from megalite.train.telemetry.timers import clock_for
+from megalite.utils.hardware.host_memory import AsyncValues, HostBuffers
 from tests.ranks.pipeline.test_executor import SHAPE, build, load
 from tests.stages import build_stage
 from tests.stream_checker import StreamChecker, StreamOrderError
@@ -344,8 +344,8 @@ SCENARIOS: dict[str, Callable[[], object]] = {
 COVERED = {
     "megalite/checkpoint/host_copy.py": ("zero 1",),
     "megalite/distributed/collectives.py": ("rows of experts",),
-    "megalite/hardware/host_memory.py": ("activations", "zero 1"),
-    "megalite/batch/microbatch.py": ("activations",),
+    "megalite/utils/hardware/host_memory.py": ("activations", "zero 1"),
+    "megalite/data/batch/microbatch.py": ("activations",),
     "megalite/optim/flat_buffers.py": ("zero 3",),
     "megalite/optim/gradient_buckets.py": ("zero 1, groups",),
     "megalite/optim/offload.py": ("offload, zero 1",),

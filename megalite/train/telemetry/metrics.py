@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from megalite.batch.layer_state import LM_LOSS
 from megalite.config import ModelConfig, TrainingConfig
 from megalite.config.model_flops import flops_per_token
-from megalite.hardware.gpus import peak_tflops
+from megalite.data.batch.layer_state import LM_LOSS
 from megalite.train.telemetry.time_terms import TimeSample
 from megalite.train.telemetry.timers import TimesByRank
 from megalite.train.train_step import StepResult
+from megalite.utils.hardware.gpus import peak_tflops
 from megalite.utils.log import log
 from megalite.utils.torch_private import compilations_observed
 

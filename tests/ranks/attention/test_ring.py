@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.attention.choice import build_core
-from megalite.batch.document_assignment import assign_documents
 from megalite.config import ModelConfig, ParallelConfig
+from megalite.data.batch.document_assignment import assign_documents
 from megalite.distributed.axes import MeshOptions
 from megalite.distributed.topology import Topology
 from megalite.kernels import Drop

@@ -29,14 +29,14 @@ from megalite.config import (
 from megalite.config.presets import PRESETS
 from megalite.distributed.collectives import all_reduce
 from megalite.distributed.topology import Topology
-from megalite.dry_run.dry_run import dry_run_of
+from megalite.observe.verify.compare_runs import compare
+from megalite.plan.dry_run.dry_run import dry_run_of
 from megalite.tensor_parallel.parameter_spec import gather_full, spec_of
 from megalite.train.model_chunks import named_parameters, saved_buffers
 from megalite.train.module_costs import module_costs
 from megalite.train.trainer import Trainer, start_trainer
 from megalite.utils.errors import UserError
 from megalite.utils.log import log
-from megalite.verify.compare_runs import compare
 from tests.live_ranks import record_run, run_ranks
 
 Layout = dict[str, Any]

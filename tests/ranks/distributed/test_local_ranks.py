@@ -21,9 +21,9 @@ from megalite.config import Config, DataConfig, OptimizerConfig, ParallelConfig,
 from megalite.config.presets import PRESETS
 from megalite.distributed.local_ranks import LocalRanks, RankError, run_ranks
 from megalite.distributed.topology import Topology
+from megalite.observe.verify.record_run import record_run
 from megalite.utils.errors import UserError
 from megalite.utils.log import log
-from megalite.verify.record_run import record_run
 from tests import live_ranks
 
 ALONE = ParallelConfig().mesh

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from megalite.config import Config, DataConfig, OptimizerConfig, TrainingConfig
-from megalite.verify.compare_runs import TOLERANCES, compare
-from megalite.verify.layouts import Layout, layouts_named
+from megalite.observe.verify.compare_runs import TOLERANCES, compare
+from megalite.observe.verify.layouts import Layout, layouts_named
 from tests.live_ranks import record_run
 from tests.ranks.model.test_expert_dispatch import CONFIG
 

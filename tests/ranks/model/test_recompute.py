@@ -13,8 +13,8 @@ import itertools
 import pytest
 import torch
 
-from megalite.batch.microbatch import Microbatch
 from megalite.config import ModelConfig, ParallelConfig, RecomputeConfig
+from megalite.data.batch.microbatch import Microbatch
 from megalite.tensor_parallel.weight_gradient_store import WeightGradientStore, run_stored
 from tests.live_bytes import LiveBytes
 from tests.live_ranks import run_ranks

@@ -18,7 +18,6 @@ import pytest
 import torch
 from torch import nn
 
-from megalite.batch.microbatch import Microbatch
 from megalite.config import (
     Config,
     DataConfig,
@@ -28,13 +27,14 @@ from megalite.config import (
     TrainingConfig,
     check_config,
 )
+from megalite.data.batch.microbatch import Microbatch
 from megalite.distributed.axis import observing
 from megalite.distributed.topology import Topology
+from megalite.observe.verify.compare_runs import TOLERANCES, compare
 from megalite.optim.flat_buffers import ALIGNMENT
 from megalite.pipeline.schedules import Action
 from megalite.plan.rank_plan import RankPlan
 from megalite.train.trainer import Trainer, start_trainer
-from megalite.verify.compare_runs import TOLERANCES, compare
 from tests.live_bytes import LiveBytes
 from tests.live_ranks import record_run, run_ranks
 from tests.traffic import Traffic, by_bytes, ring_bytes

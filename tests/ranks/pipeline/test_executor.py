@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from megalite.batch.layer_state import LossTerm, WithTerms
 from megalite.config import ParallelConfig
+from megalite.data.batch.layer_state import LossTerm, WithTerms
 from megalite.distributed.axis import observing
 from megalite.distributed.local_ranks import RankError
 from megalite.pipeline.executor import Pipeline

@@ -19,6 +19,7 @@ from megalite.config import (
     TrainingConfig,
 )
 from megalite.distributed.topology import Topology
+from megalite.observe.verify.layouts import Layout
 from megalite.tensor_parallel import fp8
 from megalite.tensor_parallel.fp8 import Fp8Settings, in_fp8
 from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -26,7 +27,6 @@ from megalite.tensor_parallel.parameter_spec import LayerContext, gather_full, s
 from megalite.tensor_parallel.weight_gradient_store import WeightGradientStore, run_stored
 from megalite.train import model_chunks
 from megalite.train.trainer import start_trainer
-from megalite.verify.layouts import Layout
 from tests.live_ranks import run_ranks
 
 S, B, WIDTH, OUT = 8, 2, 64, 96

@@ -8,9 +8,9 @@ import pytest
 
 from megalite.config import Config
 from megalite.distributed.topology import Topology
+from megalite.observe.verify.layouts import Layout
 from megalite.train import gemm_epilogues
 from megalite.train.gemm_epilogues import choose_gemm_epilogues
-from megalite.verify.layouts import Layout
 from tests.live_ranks import run_ranks
 from tests.unit.train.test_gemm_epilogues import CONFIG, chunks_of, forms
 

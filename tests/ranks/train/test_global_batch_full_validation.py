@@ -13,8 +13,8 @@ from megalite.config import Config, DataConfig, TrainingConfig
 from megalite.config.presets import PRESETS
 from megalite.data.indexed_dataset import IndexedWriter
 from megalite.distributed.topology import Topology
+from megalite.observe.verify.layouts import Layout
 from megalite.train.trainer import start_trainer
-from megalite.verify.layouts import Layout
 from tests.live_ranks import run_ranks
 
 SEQ_LENGTH, NUM_SAMPLES = 16, 13

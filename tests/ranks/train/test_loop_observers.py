@@ -24,6 +24,7 @@ from megalite.config.presets import PRESETS
 from megalite.distributed.local_ranks import run_ranks as run_new_ranks
 from megalite.distributed.topology import Topology
 from megalite.model.experts import Router, Routing
+from megalite.observe.verify.layouts import Layout
 from megalite.pipeline.schedules import SCHEDULES
 from megalite.tensor_parallel.parameter_spec import ParameterShard, spec_of
 from megalite.train.callbacks import default_callbacks
@@ -38,7 +39,6 @@ from megalite.train.telemetry.writers import Writers
 from megalite.train.train_step import StepResult
 from megalite.train.trainer import Trainer, start_trainer
 from megalite.utils.log import log
-from megalite.verify.layouts import Layout
 from tests.live_ranks import run_ranks
 from tests.ranks.model.test_expert_dispatch import CONFIG as EXPERTS
 from tests.trial_axis import TrialConfig, TwoDataAxesConfig

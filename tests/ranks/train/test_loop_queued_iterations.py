@@ -26,6 +26,7 @@ from megalite.config import (
 )
 from megalite.config.presets import PRESETS
 from megalite.distributed.topology import Topology
+from megalite.observe.verify.layouts import Layout
 from megalite.train.callbacks import default_callbacks
 from megalite.train.loop import Callback, TrainingLoop, train
 from megalite.train.stopping import RequeueNote, Stop, StopConditions, StopSignals
@@ -33,7 +34,6 @@ from megalite.train.telemetry.writers import Writers
 from megalite.train.train_step import StepResult
 from megalite.train.trainer import start_trainer
 from megalite.utils.log import log
-from megalite.verify.layouts import Layout
 from tests.live_ranks import run_ranks
 from tests.ranks.model.test_expert_dispatch import CONFIG as EXPERTS
 from tests.ranks.train.callbacks.test_nan_locator import _break, _with_nan, _with_nan_gradient

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from megalite.config import Config, DataConfig, ModelConfig, OptimizerConfig, TrainingConfig
 from megalite.distributed.topology import Topology
+from megalite.observe.verify.layouts import Layout
 from megalite.optim.gradient_buckets import GradientBuffer
 from megalite.tensor_parallel import linear
 from megalite.train import model_chunks
 from megalite.train.trainer import start_trainer
-from megalite.verify.layouts import Layout
 from tests.live_ranks import run_ranks
 
 NUM_MICROBATCHES, NUM_ITERATIONS = 2, 2

@@ -14,13 +14,13 @@ from megalite.config import Config, DataConfig, LoggingConfig, ModelConfig, Opti
 from megalite.config.model.model_config import padded_vocab_size
 from megalite.config.model_flops import flops_per_token_by_convention
 from megalite.distributed.topology import Topology
+from megalite.observe.verify.layouts import Layout
 from megalite.plan.rank_memory import stage_bytes
 from megalite.plan.units import whole_model
 from megalite.train.callbacks.module_profile import file_of_rank
 from megalite.train.callbacks.profiler import profiler
 from megalite.train.module_costs import ModuleCosts, Phase, module_costs
 from megalite.train.trainer import start_trainer
-from megalite.verify.layouts import Layout
 from tests.live_bytes import wait_for_other_threads
 from tests.live_ranks import run_ranks
 from tests.unit.plan.test_parameters import run_of

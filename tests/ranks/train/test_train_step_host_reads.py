@@ -11,12 +11,12 @@ import torch
 
 from megalite.config import Config, DataConfig, ModelConfig, OptimizerConfig, TrainingConfig
 from megalite.distributed.topology import Topology
-from megalite.hardware.host_memory import AsyncValues
 from megalite.observe.recorder import Reader
+from megalite.observe.verify.layouts import Layout
 from megalite.train import train_step
 from megalite.train.train_step import MIN_LOSSES
 from megalite.train.trainer import start_trainer
-from megalite.verify.layouts import Layout
+from megalite.utils.hardware.host_memory import AsyncValues
 from tests.live_ranks import run_ranks
 
 aten = torch.ops.aten

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from megalite import SequentialStage
-from megalite.batch.microbatch import Microbatch
 from megalite.config import (
     CheckpointConfig,
     Config,
@@ -27,12 +26,14 @@ from megalite.config import (
 )
 from megalite.config.presets import PRESETS
 from megalite.config.rules.parallel_rules import sequence
+from megalite.data.batch.microbatch import Microbatch
 from megalite.distributed.axes import MODEL, coordinates_text
 from megalite.distributed.collectives import all_reduce
 from megalite.distributed.topology import Topology
-from megalite.dry_run.dry_run import DryRun, dry_run_of, report_lines
 from megalite.model.mlp import MLP
 from megalite.model.norm import build_norm
+from megalite.observe.verify.record_run import RunRecord, record_rank
+from megalite.plan.dry_run.dry_run import DryRun, dry_run_of, report_lines
 from megalite.tensor_parallel.counter_random import Dropout
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterShard
 from megalite.train.callbacks.metrics_logging import layer_grad_norms, optimizer_norms
@@ -45,7 +46,6 @@ from megalite.train.tracing import PipelineTracing
 from megalite.train.train_step import StepResult
 from megalite.train.trainer import start_trainer
 from megalite.utils.log import log
-from megalite.verify.record_run import RunRecord, record_rank
 from tests.live_ranks import run_ranks
 from tests.trial_axis import OutermostTrialConfig, TrialConfig, TwoDataAxesConfig
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from megalite.attention.cache import CachedCore
-from megalite.batch.microbatch import Microbatch
 from megalite.config import ModelConfig
 from megalite.config.presets import PRESETS
+from megalite.data.batch.microbatch import Microbatch
 from tests.stages import build_stage
 
 LENGTH, CAPACITY = 18, 24

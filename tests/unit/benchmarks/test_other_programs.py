@@ -23,7 +23,6 @@ from benchmarks.other_programs import (
 )
 from megalite.config import Config, ModelConfig, ParallelConfig, TrainingConfig
 from megalite.config.model.model_config import padded_vocab_size
-from megalite.hardware.gpus import GPUS
 from megalite.plan.communication import Cluster, Group
 from megalite.plan.estimate import RunPlan
 from megalite.plan.iteration_time import time_iteration
@@ -33,6 +32,7 @@ from megalite.plan.plan_request import read_request
 from megalite.plan.planned_run import Kernels, PlannedRun
 from megalite.plan.rank_memory import rank_memories
 from megalite.utils.errors import UserError
+from megalite.utils.hardware.gpus import GPUS
 from tests.unit.plan.test_layer_time_exchange import GPU, MODEL, config_of
 
 CLUSTER = Cluster(GPUS["a100-80"], 64, 8, 300.0, 25.0)

@@ -21,9 +21,9 @@ from benchmarks.published_runs import (
     program_of,
     split_by_cost,
 )
-from megalite.hardware.gpus import Gpu
 from megalite.plan.estimate import RunPlan
 from megalite.plan.planned_run import Kernels
+from megalite.utils.hardware.gpus import Gpu
 
 
 @pytest.fixture(scope="module")

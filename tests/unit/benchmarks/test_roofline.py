@@ -30,15 +30,15 @@ from benchmarks.roofline import (
 )
 from benchmarks.roofline_published import compared_runs, shares
 from docs.make.roofline_figures import step_and_mfu, with_figures
-from megalite.batch.microbatch import Microbatch
 from megalite.config import Config, DataConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 from megalite.config.model_flops import flops_per_token
 from megalite.config.presets import PRESETS
+from megalite.data.batch.microbatch import Microbatch
 from megalite.distributed.topology import Topology
-from megalite.hardware.gpus import GPUS
 from megalite.plan.kernel_time import FUSED_BACKWARD, fused_attention_seconds
 from megalite.train.model_chunks import ChunkResources, build_chunks, build_optimizer
 from megalite.utils.errors import UserError
+from megalite.utils.hardware.gpus import GPUS
 
 MODEL, H200 = PRESETS["gpt-1.3b"], GPUS["h200"]
 DOCS = Path(__file__).parents[3] / "docs"

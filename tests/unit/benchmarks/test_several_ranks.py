@@ -17,8 +17,8 @@ from benchmarks.gpu_check.layout_rows import FIRST, Row, all_rows
 from benchmarks.gpu_check.mps import LOG, PROGRAM, Mps
 from benchmarks.gpu_check.runner import CheckContext
 from benchmarks.gpu_check.several_ranks import rank_host
-from megalite.hardware import cuda_environment
-from megalite.hardware.cuda_environment import MPS_FOLDER
+from megalite.utils.hardware import cuda_environment
+from megalite.utils.hardware.cuda_environment import MPS_FOLDER
 from tests.covering import by_new_pairs
 from tests.parity.test_layout_table import CORE, ROWS
 

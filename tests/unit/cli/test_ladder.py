@@ -10,9 +10,9 @@ import pytest
 
 from megalite.cli.ladder import main
 from megalite.frontends.command_line import parse
-from megalite.ladder.sizes import ScalingRules, scaling_parameters
+from megalite.plan.ladder.sizes import ScalingRules, scaling_parameters
 from megalite.utils.errors import ConfigError, UserError
-from tests.unit.ladder.test_finished_runs import finish, write_ladder
+from tests.unit.plan.ladder.test_finished_runs import finish, write_ladder
 
 REFERENCE = "--preset gpt-tiny --vocab-size 256 --mock-data --global-batch-size 16"
 

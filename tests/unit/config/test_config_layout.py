@@ -10,9 +10,9 @@ from megalite.config.config import LAYOUT_FIELDS, LAYOUT_OPTIONS, layout_source
 from megalite.config.fields import config_fields
 from megalite.config.validate import problems_in_any_layout
 from megalite.frontends.command_line import parse_run
+from megalite.observe.verify.layouts import layouts_named
+from megalite.observe.verify.verification import verify_layouts
 from megalite.utils.errors import UserError
-from megalite.verify.layouts import layouts_named
-from megalite.verify.verification import verify_layouts
 
 RUN = "--preset gpt-tiny --vocab-size 512 --mock-data --train-iters 2 --lr 1e-3 --global-batch-size 8"
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from megalite.batch.microbatch import Microbatch
 from megalite.config import ParallelConfig
+from megalite.data.batch.microbatch import Microbatch
 from megalite.data.batch_loader import (
     NUM_AHEAD,
     BatchLoader,

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite.batch.microbatch import Microbatch
+from megalite.data.batch.microbatch import Microbatch
 from megalite.data.build_datasets import build_mock_datasets
 from megalite.data.document_ends import DocumentEnds, check_ends
 from megalite.data.indexed_dataset import IndexedDataset

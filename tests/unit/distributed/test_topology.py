@@ -19,9 +19,9 @@ from megalite.distributed import rendezvous, topology
 from megalite.distributed.axes import MeshOptions
 from megalite.distributed.rendezvous import Launch
 from megalite.distributed.topology import Topology
-from megalite.hardware import cuda_environment
 from megalite.train.rank_training import _refuse_several_ranks
 from megalite.utils.errors import UserError
+from megalite.utils.hardware import cuda_environment
 from tests.programs import free_port
 
 WORLD = {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}

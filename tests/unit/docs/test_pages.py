@@ -141,8 +141,8 @@ def test_the_tour_counts_the_concepts_of_the_training_step() -> None:
 def test_the_tour_lists_the_levels_that_imports_follow() -> None:
     tree = (DOCS / "tour.md").read_text(encoding="utf-8").partition("megalite/            level")[2]
     listed = {
-        name.removesuffix(".py").removesuffix("/"): int(level)
-        for names, level in re.findall(r"^ {6}((?:[\w.]+/? )+) *(\d+) ", tree, re.MULTILINE)
+        name.removesuffix(".py").removesuffix("/").replace("/", "."): int(level)
+        for names, level in re.findall(r"^ {6}((?:[\w./]+ )+) *(\d+) ", tree, re.MULTILINE)
         for name in names.split()
     }
     assert listed == LEVEL_OF

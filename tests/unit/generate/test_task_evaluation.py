@@ -21,7 +21,7 @@ from megalite.config.validate import problems_of, unused_options
 from megalite.distributed.topology import Topology
 from megalite.generate import benchmark_tasks
 from megalite.generate.task_evaluation import load_tasks, scores_of
-from megalite.report.run_history import TASKS, read_history
+from megalite.observe.report.run_history import TASKS, read_history
 from megalite.train.callbacks import default_callbacks
 from megalite.train.loop import train
 from megalite.train.rank_training import task_evaluation

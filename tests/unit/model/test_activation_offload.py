@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite.batch.microbatch import Microbatch
 from megalite.config import ModelConfig, RecomputeConfig
+from megalite.data.batch.microbatch import Microbatch
 from megalite.distributed.topology import Topology
 from megalite.model import activation_offload
 from megalite.model.activation_offload import ActivationOffload, _SavedGroup
@@ -179,7 +179,7 @@ def test_host_memory_that_cannot_be_had_is_one_line(
     def refuse(num_bytes: int) -> Tensor:
         raise RuntimeError("out of pages\nmore")
 
-    monkeypatch.setattr("megalite.hardware.host_memory.allocate_bytes", refuse)
+    monkeypatch.setattr("megalite.utils.hardware.host_memory.allocate_bytes", refuse)
     group, _ = saved_group(one_rank.device)
     x = torch.randn(64, 64, dtype=torch.float64, requires_grad=True)
     with group.hooks(), pytest.raises(UserError) as caught:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from transformers import BertConfig, BertForPreTraining
 
-from megalite.batch.microbatch import Microbatch
 from megalite.config import RecomputeConfig
 from megalite.config.presets import PRESETS
+from megalite.data.batch.microbatch import Microbatch
 from megalite.distributed.topology import Topology
 from megalite.frontends.huggingface.families import from_hf, to_hf
 from megalite.model.stage import DTYPES

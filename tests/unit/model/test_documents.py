@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from megalite.batch.microbatch import Microbatch
 from megalite.config import ModelConfig
+from megalite.data.batch.microbatch import Microbatch
 from tests.stages import build_stage
 
 LENGTHS = ((5, 7, 1, 3), (16,), (1, 15))

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite.batch.layer_state import WithTerms
-from megalite.batch.microbatch import Microbatch
 from megalite.config import RecomputeConfig
 from megalite.config.presets import PRESETS
+from megalite.data.batch.layer_state import WithTerms
+from megalite.data.batch.microbatch import Microbatch
 from megalite.distributed.topology import Topology
 from megalite.model.recompute import losses_in_chunks
 from tests.live_bytes import LargestTensor

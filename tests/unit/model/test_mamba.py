@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHRMSNormGated
 
 from megalite.attention.cache import CachedCore
-from megalite.batch.microbatch import Microbatch
 from megalite.config import ModelConfig
 from megalite.config.presets import PRESETS
+from megalite.data.batch.microbatch import Microbatch
 from megalite.model.mamba import gated_rms_norm
 from tests.stages import build_stage
 

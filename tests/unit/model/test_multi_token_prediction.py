@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_layers import MtpModel
 
-from megalite.batch.layer_state import Terms, WithTerms, later_token
-from megalite.batch.microbatch import Microbatch
 from megalite.config import Config, DataConfig, ModelConfig, TrainingConfig, check_config
+from megalite.data.batch.layer_state import Terms, WithTerms, later_token
+from megalite.data.batch.microbatch import Microbatch
 from megalite.distributed.held_positions import HeldPositions
 from megalite.distributed.topology import Topology
 from megalite.frontends.huggingface.config import config_of

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from megalite.attention.cache import CachedCore
 from megalite.attention.positions import PositionInfo
-from megalite.batch.microbatch import Microbatch
 from megalite.config import ModelConfig
 from megalite.config.presets import PRESETS
+from megalite.data.batch.microbatch import Microbatch
 from megalite.model.recurrent_mixer import RecurrentMixer
 from tests.stages import build_stage
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite.batch.microbatch import Microbatch
 from megalite.config import RecomputeConfig
+from megalite.data.batch.microbatch import Microbatch
 from megalite.model import experts
 from megalite.model.routing_record import KeptChoices, choose
 from tests.stages import build_stage

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from megalite.config import OptimizerConfig, ParallelConfig
-from megalite.hardware import host_memory
 from megalite.optim import offload
 from megalite.optim.optimizer import Optimizer
 from megalite.utils.errors import UserError
+from megalite.utils.hardware import host_memory
 
 CONFIG = OptimizerConfig(lr=0.1, clip_grad=0.5)
 SHAPES = {"a": (300, 7), "b": (50,), "c": (9000,)}

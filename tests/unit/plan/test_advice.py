@@ -10,11 +10,11 @@ import pytest
 from megalite.config import Config
 from megalite.config.fields import with_fields
 from megalite.frontends.command_line import parse
-from megalite.hardware.gpus import GPUS
 from megalite.plan.advice import NUM_REMEDIES, Device, advise, changes, divided_further
 from megalite.plan.communication import Cluster
 from megalite.plan.planned_run import PlannedRun
 from megalite.plan.rank_memory import rank_memories
+from megalite.utils.hardware.gpus import GPUS
 
 RUN = "--mock-data --train-iters 10 --lr 1e-4 --attention-dropout 0 --bf16"
 DEVICE = Device(80e9, 2.2e9)

@@ -13,8 +13,6 @@ from torch.distributed import HashStore
 from megalite.config import Config
 from megalite.distributed.rendezvous import Launch
 from megalite.frontends.command_line import parse, parse_run
-from megalite.hardware.gpus import GPUS
-from megalite.hardware.node_hardware import NodeHardware
 from megalite.plan.auto_layout import (
     NOTE,
     LayoutChoice,
@@ -29,6 +27,8 @@ from megalite.plan.plan_report import answer
 from megalite.plan.plan_request import read_request
 from megalite.plan.rank_plan import agreed_layout
 from megalite.utils.errors import UserError
+from megalite.utils.hardware.gpus import GPUS
+from megalite.utils.hardware.node_hardware import NodeHardware
 
 H100 = NodeHardware(
     "NVIDIA H100 80GB HBM3",

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from megalite.hardware.gpus import CPU_CORE
 from megalite.plan.calibrate import measured_gpu
 from megalite.plan.plan_options import read_calibration
 from megalite.plan.plan_report import answer
 from megalite.tensor_parallel.fp8 import has_gemms_in_8_bits
+from megalite.utils.hardware.gpus import CPU_CORE
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])

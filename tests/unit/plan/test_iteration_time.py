@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from megalite.config import Config, ModelConfig, ParallelConfig, RecomputeConfig, TrainingConfig
-from megalite.hardware.gpus import GPUS
 from megalite.pipeline.schedules import ActionKind
 from megalite.plan.communication import CONTENTION, PROTOCOLS, Cluster, Group
 from megalite.plan.iteration_time import (
@@ -30,6 +29,7 @@ from megalite.plan.plan_request import read_request
 from megalite.plan.planned_run import Kernels, PlannedRun
 from megalite.plan.rank_memory import stage_bytes
 from megalite.plan.units import Sizes
+from megalite.utils.hardware.gpus import GPUS
 
 GPU = GPUS["a100-80"]
 CLUSTER = Cluster(GPU, 64, 8, 300.0, 25.0)

@@ -9,12 +9,12 @@ import pytest
 
 from megalite.config import Config, DataConfig, ModelConfig, TrainingConfig
 from megalite.config.presets import PRESETS
-from megalite.hardware.gpus import GPUS
 from megalite.observe.unit_record import RecurrenceCall
 from megalite.plan.communication import Cluster
 from megalite.plan.kernel_time import memory_bandwidth, recurrence_seconds
 from megalite.plan.layer_time import phase_work
 from megalite.plan.planned_run import PlannedRun, kernels_of
+from megalite.utils.hardware.gpus import GPUS
 
 GPU = GPUS["h100-80"]
 DELTA_NET = {

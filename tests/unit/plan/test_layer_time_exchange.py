@@ -11,18 +11,18 @@ import pytest
 from megalite.config import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 from megalite.config.parallel import CpCommType
 from megalite.config.presets import PRESETS
-from megalite.dry_run.counts import Counts
-from megalite.dry_run.dry_run import dry_run_of
-from megalite.hardware.gpus import GPUS
 from megalite.observe.unit_record import CollectiveCall
+from megalite.observe.verify.layouts import Layout
 from megalite.plan.communication import PROTOCOLS, Cluster, Group
+from megalite.plan.dry_run.counts import Counts
+from megalite.plan.dry_run.dry_run import dry_run_of
 from megalite.plan.iteration_time import time_iteration
 from megalite.plan.kernel_time import attention_seconds
 from megalite.plan.layer_time import ep_seconds, model_work, phase_work
 from megalite.plan.layout_fields import layout_flags, layout_name
 from megalite.plan.planned_run import PlannedRun
 from megalite.plan.rank_memory import RankMemory, rank_memories
-from megalite.verify.layouts import Layout
+from megalite.utils.hardware.gpus import GPUS
 
 MODEL = replace(
     PRESETS["llama-tiny"],

@@ -10,10 +10,10 @@ from megalite.attention.ring import ring_steps, slices_of_ranks
 from megalite.config import Config, DataConfig, ParallelConfig
 from megalite.config.presets import PRESETS
 from megalite.distributed.held_positions import HeldPositions
-from megalite.hardware.gpus import GPUS
 from megalite.observe.unit_record import AttentionCall
 from megalite.plan.layer_time import ring_slices
 from megalite.plan.planned_run import kernels_of
+from megalite.utils.hardware.gpus import GPUS
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])

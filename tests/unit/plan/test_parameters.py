@@ -12,10 +12,10 @@ from megalite.config.model_flops import layer_weights
 from megalite.config.presets import PRESETS
 from megalite.config.stage_layers import layers_of_stages
 from megalite.distributed.topology import Topology
-from megalite.hardware.gpus import GPUS
 from megalite.plan.communication import Cluster
 from megalite.plan.planned_run import PlannedRun
 from megalite.plan.units import whole_model
+from megalite.utils.hardware.gpus import GPUS
 from tests.stages import build_stage
 
 GPU = GPUS["a100-80"]

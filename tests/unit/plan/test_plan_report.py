@@ -21,12 +21,12 @@ from megalite.config.config import LAYOUT_SWITCHES
 from megalite.config.recompute import Module
 from megalite.config.stage_layers import num_stages
 from megalite.frontends.command_line import parse
+from megalite.observe.verify.layouts import _SIZE, DEFAULT, TABLE, Layout
 from megalite.plan.layout_fields import legend_lines, with_even_stages
 from megalite.plan.plan_report import answer
 from megalite.plan.plan_request import read_request
 from megalite.utils.errors import UserError
 from megalite.utils.log import ProgressLine
-from megalite.verify.layouts import _SIZE, DEFAULT, TABLE, Layout
 
 CONTRACT = {
     "parameters",
@@ -198,7 +198,7 @@ def test_layers_that_stages_do_not_divide() -> None:
     [
         (
             SMALL.replace("a100-80", "a101"),
-            ["--gpu a101", "a100-80, a800-80", "--gpu-set", "megalite/hardware/gpus.py"],
+            ["--gpu a101", "a100-80, a800-80", "--gpu-set", "megalite/utils/hardware/gpus.py"],
         ),
         (SMALL.replace("--gpu a100-80", ""), ["--gpu is missing"]),
         (f"{SMALL} --gpu-set speed=3", ["'speed' is not a figure of a GPU", "tflops"]),

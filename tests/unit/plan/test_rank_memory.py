@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megalite.batch.microbatch import Microbatch
 from megalite.config import Config, DataConfig, ModelConfig, OptimizerConfig, RecomputeConfig, TrainingConfig
+from megalite.data.batch.microbatch import Microbatch
 from megalite.distributed.axes import MeshOptions
 from megalite.distributed.topology import Topology
-from megalite.dry_run.dry_run import dry_run_of
+from megalite.observe.verify.layouts import Layout
+from megalite.plan.dry_run.dry_run import dry_run_of
 from megalite.plan.planned_run import PlannedRun
 from megalite.plan.rank_memory import (
     TIGHT_SHARE,
@@ -22,7 +23,6 @@ from megalite.plan.rank_memory import (
     rank_memories,
     stage_bytes,
 )
-from megalite.verify.layouts import Layout
 from tests.live_bytes import LiveBytes
 from tests.stages import build_stage
 from tests.unit.plan.test_parameters import run_of

@@ -9,12 +9,12 @@ import pytest
 
 from megalite.config import Config, ModelConfig, ParallelConfig, RecomputeConfig, TrainingConfig
 from megalite.config.parallel import OVERLAP_CHUNKS
-from megalite.hardware.gpus import GPUS
 from megalite.plan.communication import CONTENTION, Cluster
 from megalite.plan.kernel_time import gemm_seconds
 from megalite.plan.layer_time import model_work, overlapped_seconds, recomputation
 from megalite.plan.layer_time import tp_seconds as seconds_of_phase
 from megalite.plan.planned_run import PlannedRun
+from megalite.utils.hardware.gpus import GPUS
 
 LLAMA = {"position_embedding_type": "rope", "activation": "swiglu", "add_bias_linear": False}
 MODELS = {

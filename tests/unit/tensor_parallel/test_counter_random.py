@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megalite.batch.microbatch import AssignedSamples
 from megalite.config import ParallelConfig
+from megalite.data.batch.microbatch import AssignedSamples
 from megalite.distributed.topology import Topology
 from megalite.tensor_parallel.counter_random import Dropout
 from megalite.tensor_parallel.parameter_spec import LayerContext

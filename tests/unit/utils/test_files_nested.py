@@ -16,9 +16,9 @@ from megalite.data.tokenizers.hf_tokenizer import json_object
 from megalite.data.tokenizers.tokenizer_digest import read_tokenizer_digest
 from megalite.frontends.command_line import parse
 from megalite.generate.prompts import read_prompts
+from megalite.observe.report.run_folder import _is_metrics
+from megalite.observe.report.run_history import _row
 from megalite.plan.trial import Results
-from megalite.report.run_folder import _is_metrics
-from megalite.report.run_history import _row
 from megalite.utils.errors import UserError
 from megalite.utils.files import parse_json
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from megalite.batch.layer_state import BlockOutput
-from megalite.batch.microbatch import Microbatch
 from megalite.config import Config, DataConfig, ParallelConfig, TrainingConfig
 from megalite.config.presets import PRESETS
+from megalite.data.batch.layer_state import BlockOutput
+from megalite.data.batch.microbatch import Microbatch
 from megalite.distributed.local_ranks import run_ranks as run_new_ranks
 from megalite.distributed.topology import Topology
 from megalite.model.compiled import compile_layers

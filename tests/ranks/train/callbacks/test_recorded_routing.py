@@ -32,7 +32,7 @@ from megalite.utils.errors import UserError
 from megalite.utils.log import log
 from tests.live_ranks import run_ranks
 from tests.ranks.model.test_expert_dispatch import CONFIG
-from tests.ranks.verify.test_record_run import RANKINGS
+from tests.ranks.observe.verify.test_record_run import RANKINGS
 
 MODEL = replace(CONFIG, num_layers=2, mtp_num_layers=1)
 NUM_TOKENS = 4 * 3 * MODEL.seq_length  # 4 samples in 3 layers with experts

@@ -26,8 +26,8 @@ from megalite.config import (
 from megalite.config.presets import PRESETS
 from megalite.distributed.axis import Observer, Wait
 from megalite.distributed.topology import Topology
+from megalite.observe.report.run_history import read_history
 from megalite.observe.unit_record import KERNEL_KINDS
-from megalite.report.run_history import read_history
 from megalite.train.callbacks import default_callbacks
 from megalite.train.loop import train
 from megalite.train.stopping import RequeueNote, StopConditions, StopSignals

@@ -19,7 +19,6 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from megalite.batch.microbatch import Microbatch
 from megalite.checkpoint.convert.convert import Conversion
 from megalite.checkpoint.convert.model_settings import Settings, parameters_of
 from megalite.checkpoint.full_tensors import FullReader
@@ -27,6 +26,7 @@ from megalite.checkpoint.manifest import damage_of, read_manifest
 from megalite.checkpoint.parameter_range import ParameterRange
 from megalite.checkpoint.progress import TrainingProgress
 from megalite.config.presets import PRESETS
+from megalite.data.batch.microbatch import Microbatch
 from megalite.frontends.command_line import parse
 from megalite.frontends.huggingface.config import config_of
 from megalite.tensor_parallel.parameter_spec import spec_of

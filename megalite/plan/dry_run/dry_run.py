@@ -1,0 +1,325 @@
+"""Dry run: run one rank's first training iteration without other ranks and without values, and report."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from megalite.checkpoint.progress import TrainingProgress
+from megalite.config import CheckpointConfig, Config, LoggingConfig
+from megalite.config.data import TOKENIZER_FIELDS
+from megalite.config.fields import with_fields
+from megalite.distributed.rendezvous import Launch
+from megalite.distributed.topology import Topology
+from megalite.model.stage import StageProvider
+from megalite.observe.meta_tensors import meta_tensors
+from megalite.observe.operator_log import ring_bytes
+from megalite.optim.offload import OffloadBytes
+from megalite.pipeline.schedules import Action, peak_in_flight
+from megalite.plan.dry_run.corpus_estimate import Corpora, corpora_of
+from megalite.plan.dry_run.counts import Counts, Repetition, count_iteration, repetition_of
+from megalite.plan.layout_fields import routing_line
+from megalite.plan.rank_plan import RankPlan
+from megalite.plan.units import whole_model
+from megalite.train.run_context import Providers, build_data, resolve_run
+from megalite.train.setup import describe_gathering, prepare_process
+from megalite.train.train_step import IterationPlanner
+from megalite.utils.files import write_output
+from megalite.utils.log import log
+
+
+def dry_run(config: Config, notices: Sequence[str], model: StageProvider | None = None) -> None:
+    """Run the rank that the config names, and write the report to the log and to `dry_run_json`.
+
+    Args:
+        model: builds the stages of a custom model; by default the model of the config's architecture.
+
+    Raises:
+        UserError: a file cannot be read or written.
+    """
+    world_size = config.dry_run.world_size or config.parallel.mesh.smallest_world
+    prepare_process(config, notices, Launch(0, world_size, 0, world_size))
+    found = dry_run_of(config, world_size, config.dry_run.rank, model)
+    for line in report_lines(found):
+        log.info("%s", line)
+    if config.dry_run.dry_run_json is not None:
+        text = json.dumps(as_object(found), indent=1) + "\n"
+        write_output(Path(config.dry_run.dry_run_json), text, "--dry-run-json")
+
+
+def dry_run_of(config: Config, world_size: int, rank: int, model: StageProvider | None = None) -> DryRun:
+    """Run one iteration of one rank on meta tensors, and count.
+
+    Args:
+        config: config, validated for `world_size` ranks.
+        model: builds the stages of a custom model.
+    """
+    start = time.monotonic()
+    with Topology.fake(config.mesh, world_size, rank) as topology:
+        if config.model.vocab_size is None or config.data.resolved_tokenizer_type == "NullTokenizer":
+            config = resolve_run(config, topology).config
+        corpora = corpora_of(config, topology.sample_ranks.size)
+        config_to_run = _without_files(config)
+        is_sharded = config.parallel.zero_stage_among(topology.replicas.shard.size) == 3
+        with meta_tensors():
+            run = resolve_run(config_to_run, topology, providers=Providers(model))
+            counts = count_iteration(run, build_data(run), _repetition(config_to_run, topology))
+        if is_sharded:
+            gathering = RankPlan(config, topology, model).weight_gathering()
+            log.info("gathered weights: %s", describe_gathering(gathering, topology.pp.size))
+        unnamed = topology.axes.keys() - topology.sizes.keys()
+        axes = [axis for axis in topology.groups() if axis is not topology.world and axis.name not in unnamed]
+        return DryRun(
+            config,
+            world_size,
+            rank,
+            {axis.name: (axis.rank, axis.size) for axis in axes},
+            topology.sample_ranks.size,
+            whole_model(config.model, topology.tp.size, model).num_parameters,
+            counts,
+            corpora,
+            _learning_rates(config, topology.sample_ranks.size),
+            time.monotonic() - start,
+        )
+
+
+def _repetition(config: Config, topology: Topology) -> Repetition | None:
+    """Find microbatches of the first iteration that do not need to run."""
+    dp = topology.sample_ranks.size
+    number = config.batch_size(dp)(0) // (config.training.micro_batch_size * dp)
+    found = repetition_of(config, topology.pp, number)
+    if found is not None:
+        text = "running %d of %d microbatches: the others repeat the same work"
+        log.info(text, found.num_microbatches, number)
+    return found
+
+
+def _without_files(config: Config) -> Config:
+    """Return a config with random tokens and the attention of a GPU that reads and writes no files."""
+    if config.model.attention_backend == "flex":  # FlexAttention does not run on meta tensors
+        config = with_fields(config, attention_backend="fused")
+    config = replace(config, checkpoint=CheckpointConfig(), logging=LoggingConfig())
+    return with_fields(config, mock_data=True, **dict.fromkeys(TOKENIZER_FIELDS))
+
+
+def _learning_rates(config: Config, dp: int) -> dict[str, tuple[float, float]]:
+    planner, number = IterationPlanner(config, dp), config.num_iterations(dp)
+    before_last = TrainingProgress(number - 1, config.batch_size(dp).consumed_before(number))
+    first, last = planner(TrainingProgress()), planner(before_last)
+    rates = {"learning_rate": (first.learning_rate, last.learning_rate)}
+    if first.decoupled_learning_rate is not None and last.decoupled_learning_rate is not None:
+        rates["decoupled_learning_rate"] = first.decoupled_learning_rate, last.decoupled_learning_rate
+    return rates
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """Result of a dry run.
+
+    Attributes:
+        config: config with a vocabulary size.
+        axes: rank and size of each mesh axis, by name.
+        num_sample_ranks: number of ranks that read different samples.
+        model_parameters: number of parameters of the whole model, including vocabulary padding.
+        learning_rates: learning rates of the first and the last iteration, by name.
+        seconds: duration of the dry run.
+    """
+
+    config: Config
+    world_size: int
+    rank: int
+    axes: dict[str, tuple[int, int]]
+    num_sample_ranks: int
+    model_parameters: int
+    counts: Counts
+    corpora: Corpora
+    learning_rates: dict[str, tuple[float, float]]
+    seconds: float
+
+
+def report_lines(found: DryRun) -> Iterator[str]:
+    """Yield the report as lines of text."""
+    axes = ", ".join(f"{name} {rank} of {size}" for name, (rank, size) in found.axes.items())
+    yield f"dry run of rank {found.rank} of {found.world_size}: {axes}"
+    if routing := routing_line(found.config):
+        yield f"assumed: {routing}"
+    yield from _memory_lines(found)
+    yield from _traffic_lines(found)
+    yield from _schedule_lines(found)
+    yield from _data_lines(found)
+    yield from _run_lines(found)
+    yield f"the dry run took {found.seconds:.1f} s: no values were computed, and no other rank was started"
+
+
+def _memory_lines(found: DryRun) -> Iterator[str]:
+    counts = found.counts
+    buffers = counts.buffers
+    yield f"parameters: {counts.num_parameters:,} on this rank, {found.model_parameters:,} in the whole model"
+    yield "memory of this rank:"
+    for name, size in asdict(buffers).items():
+        yield _row(name.replace("_", " "), size)
+    yield _row("all buffers", buffers.total)
+    yield _row("other tensors at the peak", counts.peak_bytes)
+    for part, size in counts.peak_by_part.most_common():
+        yield _row(f"  {part}", size)
+    yield _row("total at the peak", buffers.total + counts.peak_bytes)
+    if counts.host_bytes:
+        yield _row("activations on the host", counts.host_bytes)
+        yield "activations that each iteration moves:"
+        yield _row("device to host", counts.copied.down)
+        yield _row("host to device", counts.copied.up)
+    if counts.offload is not None:
+        yield from _offload_lines(counts.offload)
+
+
+def _offload_lines(offload: OffloadBytes) -> Iterator[str]:
+    yield "offloaded optimizer state of this rank:"
+    yield _row("in host memory", offload.host)
+    if offload.file:
+        yield _row("on the disk", offload.file)
+    yield "each update moves:"
+    yield _row("device to host", offload.down)
+    yield _row("host to device", offload.up)
+    if offload.file:
+        yield _row("read from the disk", offload.read)
+        yield _row("written to the disk", offload.written)
+
+
+def _row(name: str, size: int) -> str:
+    return f"  {name:<26}{size / 1e9:10.3f} GB {size:22,} bytes"
+
+
+def _traffic_lines(found: DryRun) -> Iterator[str]:
+    calls = found.counts.calls
+    if not calls:
+        yield "collectives: none, since there is one rank"
+        return
+    yield "collectives and messages of an iteration:"
+    width = max(6, *(len(call.axis) + 2 for call in calls))
+    yield f"  {'axis':<{width}}{'kind':<15}{'dtype':<10}{'number':>8}{'bytes of each':>20}{'total bytes':>22}"
+    for call, count in sorted(calls.items()):
+        yield (
+            f"  {call.axis:<{width}}{call.kind:<15}{call.dtype:<10}{count:>8,}{call.num_bytes:>20,}"
+            f"{call.num_bytes * count:>22,}"
+        )
+    sent = {name: ring_bytes(calls, name, size) for name, (_, size) in found.axes.items() if size > 1}
+    by_axis = ", ".join(f"{size / 1e9:.3f} GB on {name}" for name, size in sent.items())
+    yield f"  this rank sends, with ring collectives: {by_axis}"
+
+
+def _schedule_lines(found: DryRun) -> Iterator[str]:
+    actions = found.counts.actions
+    yield (
+        f"schedule {found.config.parallel.schedule}: {len(actions)} actions of "
+        f"{len({action.microbatch for action in actions})} microbatches, "
+        f"at most {peak_in_flight(actions)} in flight"
+    )
+    yield f"  {summarize_actions(actions)}"
+
+
+LONGEST_PERIOD = 12
+"""Most runs of actions of one kind that a report writes as one repeated part of a schedule."""
+
+
+def summarize_actions(actions: Sequence[Action]) -> str:
+    """List the kinds of actions in order, with counts for repeated kinds and repeated parts of the list."""
+    runs = [(name, len(list(group))) for name, group in groupby(map(_kind, actions))]
+    parts, i = [], 0
+    while i < len(runs):
+        length, times = _repetition_line(runs[i:])
+        part = ", ".join(map(_run, runs[i : i + length]))
+        parts.append(f"{times} x ({part})" if times > 1 else part)
+        i += length * times
+    return ", ".join(parts)
+
+
+def _repetition_line(runs: Sequence[tuple[str, int]]) -> tuple[int, int]:
+    """Return how long a part at the start is, and how often it follows itself: 1 and 1 if none repeats.
+
+    Of all parts, it is the shortest of those whose repetitions are longest together.
+    """
+    found = 1, 1
+    for length in range(2, LONGEST_PERIOD + 1):
+        times = 1
+        while runs[times * length : (times + 1) * length] == runs[:length]:
+            times += 1
+        if times > 1 and length * times > found[0] * found[1]:
+            found = length, times
+    return found
+
+
+def _kind(action: Action) -> str:
+    return f"{action.kind.value} of chunk {action.chunk}" if action.chunk else action.kind.value
+
+
+def _run(run: tuple[str, int]) -> str:
+    name, count = run
+    return name if count == 1 else f"{count} x {name}"
+
+
+def _data_lines(found: DryRun) -> Iterator[str]:
+    corpora = found.corpora
+    for part in corpora.parts:
+        coverage = part.coverage
+        yield (
+            f"{part.split}: {coverage.num_samples:,.0f} samples of {coverage.prefix}, "
+            f"{coverage.epochs_text} epochs of its {coverage.num_tokens:,} tokens; "
+            f"its index takes {part.index_bytes:,} bytes"
+        )
+    if corpora.parts:
+        yield f"all data indices: {corpora.index_bytes:,} bytes"
+    for reason in corpora.skipped:
+        yield f"data skipped: {reason}"
+
+
+def _run_lines(found: DryRun) -> Iterator[str]:
+    samples = found.config.num_samples(found.num_sample_ranks)
+    yield (
+        f"the run: {found.config.num_iterations(found.num_sample_ranks):,} iterations, {samples:,} samples, "
+        f"{samples * found.config.model.seq_length:,} tokens"
+    )
+    for name, (first, last) in found.learning_rates.items():
+        yield f"{name.replace('_', ' ')}: {first:.6g} at the first iteration, {last:.6g} at the last"
+
+
+def as_object(found: DryRun) -> dict[str, Any]:
+    """Return the report as one JSON object."""
+    counts, corpora = found.counts, found.corpora
+    samples = found.config.num_samples(found.num_sample_ranks)
+    return {
+        "world_size": found.world_size,
+        "rank": found.rank,
+        "moe_imbalance": found.config.parallel.planned_imbalance,
+        "axes": {name: {"rank": rank, "size": size} for name, (rank, size) in found.axes.items()},
+        "parameters": {"rank": counts.num_parameters, "model": found.model_parameters},
+        "buffer_bytes": {**asdict(counts.buffers), "total": counts.buffers.total},
+        "peak_bytes": counts.peak_bytes,
+        "peak_bytes_by_part": dict(counts.peak_by_part),
+        "host_bytes": counts.host_bytes,
+        "copied_bytes": counts.copied._asdict(),
+        **({} if counts.offload is None else {"offload_bytes": counts.offload._asdict()}),
+        "collectives": [{**call._asdict(), "count": count} for call, count in sorted(counts.calls.items())],
+        "schedule": {
+            "name": found.config.parallel.schedule,
+            "actions": [str(action) for action in counts.actions],
+            "peak_in_flight": peak_in_flight(counts.actions),
+        },
+        "data": {
+            "parts": [
+                {"split": part.split, **asdict(part.coverage), "index_bytes": part.index_bytes}
+                for part in corpora.parts
+            ],
+            "index_bytes": corpora.index_bytes,
+            "skipped": list(corpora.skipped),
+        },
+        "iterations": found.config.num_iterations(found.num_sample_ranks),
+        "consumed_samples": samples,
+        "consumed_tokens": samples * found.config.model.seq_length,
+        **{name: {"first": first, "last": last} for name, (first, last) in found.learning_rates.items()},
+        "seconds": found.seconds,
+    }
