@@ -75,7 +75,7 @@ class CachedCore(StageCore):
     def for_layer(self, layer: int, spec: AttentionSpec) -> CachedLayer:
         """Return the core of one layer, with its keys and values: its own, or those of an earlier layer."""
         self.windows.setdefault(spec.window, [])
-        source = layer if spec.key_source is None else spec.key_source
+        source, *_ = *spec.reads, layer
         return self.layers.setdefault(source, CachedLayer(self, spec))
 
     def recurrent_state(self, layer: int) -> RecurrentState:

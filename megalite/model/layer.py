@@ -104,7 +104,7 @@ class TransformerLayer(nn.Module):
         self.number, self.spec = layer, config.layer_spec(layer)
         spec, context = self.spec, context.for_layer(layer)
         has_mixer, has_mlp = spec.mixer is not None, spec.has_mlp
-        self.key_source = None if spec.attention is None else spec.attention.key_source
+        self.reads = () if spec.attention is None else spec.attention.reads
         self.blocks = [name for name, is_there in (("attention", has_mixer), ("mlp", has_mlp)) if is_there]
         self.normalized = NORMALIZED[config.norm_position]
         self.is_parallel = config.parallel_residual and has_mixer and has_mlp
@@ -159,7 +159,7 @@ class TransformerLayer(nn.Module):
     def own_inputs(self, state: LayerState) -> tuple[Tensor, ...]:
         """Return the arguments of `forward` that only some layers have, from the layers before it."""
         embedding = () if self.embedding_gate is None else (state.embeddings[self.number],)
-        return embedding if self.key_source is None else (*embedding, *state.keys[self.key_source])
+        return *embedding, *(x for number in self.reads for x in state.keys[number])
 
     @wrap_point
     def forward(
@@ -168,10 +168,9 @@ class TransformerLayer(nn.Module):
         """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel.
 
         Args:
-            own: the layer's own embedding ``[s, b, e]``, if it has one, and keys and values of an earlier
-                layer, if it attends to them.
+            own: the layer's own embedding ``[s, b, e]``, if it has one, and what it reads of earlier layers.
         """
-        keys = own if self.embedding_gate is None else own[1:]
+        read = own if self.embedding_gate is None else own[1:]
         total: Tensor | ResidualSum = x
         terms: Terms = {}
         shared: SharedKeys = {}
@@ -181,7 +180,7 @@ class TransformerLayer(nn.Module):
             normed, total = self._input_of("attention", total)
             if self.is_parallel:
                 mlp_input, total = (normed, total) if self.shares_norm else self._input_of("mlp", total)
-            output = self.mixer(normed, sample_numbers, positions, *keys)
+            output = self.mixer(normed, sample_numbers, positions, *read)
             total, shared = self._sum("attention", total, output, sample_numbers), output.keys
         if "mlp" in self.blocks:
             if self.is_parallel:

@@ -222,7 +222,10 @@ def _function_of(
     inputs, size = stage.layer_inputs(microbatch), key.model.hidden_size_per_layer_input
     # The record of the embedding counts the layers' own embeddings.
     embeddings = {} if size is None else {key.unit: _on_paper(stage, (*hidden_shape, size))}
-    keys = _shared_keys(key, stage, layer)
+    keys: SharedKeys = {}
+    if isinstance(layer, TransformerLayer) and (spec := layer.spec.attention) is not None:
+        shape = key.positions, key.micro_batch_size, max(1, spec.num_kv_heads // key.tp), spec.head_dim
+        keys = {number: (_on_paper(stage, shape), _on_paper(stage, shape)) for number in spec.reads}
 
     def run(x: Tensor) -> list[Tensor]:
         # Keys that the layer computes for later ones are dropped: what outlives forward is saved anyway.
@@ -236,15 +239,6 @@ def _totals(terms: Mapping[str, Tensor | LossTerm]) -> list[Tensor]:
     """Return the terms of the loss from which backward starts."""
     totals = (term if isinstance(term, Tensor) else term.total for term in terms.values())
     return [each for each in totals if each.requires_grad]
-
-
-def _shared_keys(key: UnitKey, stage: Stage, layer: nn.Module) -> SharedKeys:
-    """Return keys and values of an earlier layer that the layer attends to."""
-    spec = layer.spec.attention if isinstance(layer, TransformerLayer) else None
-    if spec is None or spec.key_source is None:
-        return {}
-    shape = key.positions, key.micro_batch_size, max(1, spec.num_kv_heads // key.tp), spec.head_dim
-    return {spec.key_source: (_on_paper(stage, shape), _on_paper(stage, shape))}
 
 
 def _on_paper(stage: Stage, shape: Sequence[int]) -> Tensor:

@@ -310,31 +310,22 @@ def _gathered_bytes(run: PlannedRun, units: RankUnits) -> float:
 
 def group_bytes(run: PlannedRun, kinds: Kinds) -> list[float]:
     """Return the bytes that each group of a stage's layers saves per microbatch."""
-    recompute, layers = run.config.recompute, run.units.layers
+    recompute, layers, spec_of = run.config.recompute, run.units.layers, run.config.model.layer_spec
     is_sliced = recompute.distribute_saved_activations and run.num_sequence_shards == 1
+    element = run.positions * run.config.training.micro_batch_size * run.element_bytes  # of all tokens
     return [
         layers[kinds[group.start]].input_bytes / (run.tp if is_sliced else 1)
-        + sum(shared_key_bytes(run, kinds[i]) for i in group)
+        + sum(element * spec_of(kinds[i]).given_elements(run.tp) for i in group)  # which later layers keep
         if is_again
         else sum(layers[kinds[i]].saved_bytes for i in group)
         for group, is_again in recompute.groups(len(kinds))
     ]
 
 
-def shared_key_bytes(run: PlannedRun, kind: int) -> float:
-    """Return the bytes of the keys and values that a layer gives to later ones, which keep them as inputs."""
-    model = run.config.model
-    spec = model.layer_spec(kind).attention
-    if spec is None or not spec.gives_keys:
-        return 0.0
-    num_tokens = run.positions * run.config.training.micro_batch_size
-    return 2 * num_tokens * max(1, spec.num_kv_heads // run.tp) * spec.head_dim * run.element_bytes
-
-
 def part_bytes(run: PlannedRun, kinds: Kinds) -> dict[str, float]:
     """Return the bytes that a stage's layers save per microbatch, by the part of a layer that makes them.
 
-    Of a group that is recomputed in full, this is its input, and the keys that it gives to later layers.
+    Of a group that is recomputed in full, this is its input, and what it gives to later layers.
     """
     found = dict[str, float]()
     groups = zip(run.config.recompute.groups(len(kinds)), group_bytes(run, kinds), strict=True)

@@ -295,6 +295,11 @@ class AttentionSpec:
         return queries, *gates, *keys, *values
 
     @property
+    def reads(self) -> tuple[int, ...]:
+        """Return the numbers of earlier layers whose keys and values the layer has in place of its own."""
+        return () if self.key_source is None else (self.key_source,)
+
+    @property
     def projected_features(self) -> tuple[int, ...]:
         """Return the features that each projection to heads computes."""
         return (self.num_groups * sum(self.group_heads) * self.head_dim,)

@@ -48,6 +48,13 @@ class LayerSpec:
         """Return whether the layer has an MLP, or experts in its place."""
         return self.ffn_size is not None or self.experts is not None
 
+    def given_elements(self, tp: int) -> int:
+        """Return how many elements of a token a rank's layer gives later ones, besides hidden states."""
+        spec = self.attention
+        if spec is None or not spec.gives_keys:
+            return 0
+        return 2 * max(1, spec.num_kv_heads // tp) * spec.head_dim
+
 
 def layer_spec(model: Any, number: int) -> LayerSpec:
     """Return a layer by its number in the whole model.
