@@ -1,9 +1,9 @@
-"""The algebra of attention on pairs (out, lse), the same for every kernel: slices, merges, sinks, gradients.
+"""The algebra of attention on pairs (out, lse), the same for every kernel: slices, merges, gradients.
 
 A kernel computes attention of some queries with some keys. The softmax is over these keys alone, and the
 logarithm of each query's sum of exponentials (lse, `log_sums`) says what share they have in the whole.
-Results with different keys are therefore merged exactly (Milakov and Gimelshein 2018), and a sink is one more
-term of the sum.
+Results with different keys are therefore merged exactly (Milakov and Gimelshein 2018), and other terms of the
+sum are added last.
 
 Shapes: b microbatch, n query heads, g key/value heads, m queries and e keys of a block, d head size, d' size
 of values. A rank has t queries, and u keys.
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megalite.kernels import CausalSoftmax
-from megalite.kernels.softmax import add_sinks_, sinks_gradient
+from megalite.kernels.softmax import finish_, parameter_gradient
 
 LEAST = -1e30
 """Smallest logarithm of a sum, instead of the -inf of a query without keys: -inf - -inf is no number."""
@@ -85,10 +85,10 @@ def attend_slices(
 
 
 class Computation(Protocol):
-    """Declares the interface of attention of queries with all keys that they see, without autograd and sinks.
+    """Declares the interface of attention of queries with all keys that they see, without autograd.
 
     Attributes:
-        softmax: scale, bias, visible keys, dropout and sinks.
+        softmax: scale, bias, visible keys, dropout and parameters.
         keeps_output: whether `backward` needs the output.
     """
 
@@ -99,7 +99,7 @@ class Computation(Protocol):
     def keeps_output(self) -> bool: ...
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the output ``[b, n, t, d']`` without sinks and the logarithms of the sums, at least fp32.
+        """Return the output ``[b, n, t, d']`` and the logarithms of the sums over keys, at least fp32.
 
         Args:
             q, k, v: ``[b, n, t, d]``, ``[b, g, u, d]`` and ``[b, g, u, d']``.
@@ -112,38 +112,41 @@ class Computation(Protocol):
 
         Args:
             grad: gradient of the output.
-            out, log_sums: the results, with sinks if there are some; None if not `keeps_output`.
+            out, log_sums: the results of the whole softmax; the output is None if not `keeps_output`.
         """
 
 
 def differentiable(q: Tensor, k: Tensor, v: Tensor, computation: Computation) -> Tensor:
-    """Compute attention, with sinks if the softmax has them, ``[b, n, t, d']``."""
-    out: Tensor = _Attention.apply(q, k, v, computation, computation.softmax.sinks)
+    """Compute attention by the whole softmax, ``[b, n, t, d']``."""
+    out: Tensor = _Attention.apply(q, k, v, computation, *computation.softmax.parameters)
     return out
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, computation: Computation, sinks: Tensor | None
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, computation: Computation, *parameters: Tensor
     ) -> Tensor:
         out, log_sums = computation.forward(q, k, v)
-        add_sinks_(out, log_sums, sinks)
+        finish_(out, log_sums, *parameters)
         out = out.to(q.dtype)
-        keeps_output = computation.keeps_output or ctx.needs_input_grad[4]
-        ctx.save_for_backward(q, k, v, out if keeps_output else None, log_sums, sinks)
+        keeps_output = computation.keeps_output or any(ctx.needs_input_grad[4:])
+        ctx.save_for_backward(q, k, v, out if keeps_output else None, log_sums, *parameters)
         ctx.computation = computation
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,), (q, k, v, out, log_sums, sinks) = grads, ctx.saved_tensors
-        grad_sinks = sinks_gradient(grad, out, log_sums, sinks) if ctx.needs_input_grad[4] else None
-        return *ctx.computation.backward(grad, q, k, v, out, log_sums), None, grad_sinks
+        (grad,), (q, k, v, out, log_sums, *parameters) = grads, ctx.saved_tensors
+        of_parameters = [
+            parameter_gradient(grad, out, log_sums, parameter) if is_needed else None
+            for parameter, is_needed in zip(parameters, ctx.needs_input_grad[4:], strict=True)
+        ]
+        return *ctx.computation.backward(grad, q, k, v, out, log_sums), None, *of_parameters
 
 
 class MergedAttention(NamedTuple):
-    """Results of a block's queries with all keys and with a sink, which the block's backward needs.
+    """Results of a block's queries by the whole softmax, which the block's backward needs.
 
     Attributes:
         grad: gradient of the output, ``[b, n, m, d']``.

@@ -32,7 +32,7 @@ from megalite.data.batch.microbatch import Microbatch
 from megalite.distributed.axis import Axis
 from megalite.distributed.collectives import start_all_gather
 from megalite.kernels import CausalSoftmax, Drop, VisibleKeys
-from megalite.kernels.softmax import add_sinks_
+from megalite.kernels.softmax import finish_
 from megalite.tensor_parallel.parameter_spec import LayerContext
 
 
@@ -47,7 +47,7 @@ class CachedCore(StageCore):
             piece, and then those of every token that comes as many tokens after the last one as there are
             ranks.
         length: number of tokens in a sequence so far, l, including padding.
-        is_plain: whether scores are computed in plain PyTorch: PyTorch's attention has no caps and sinks, and
+        is_plain: whether scores are computed in plain PyTorch: PyTorch's attention has only one softmax, and
             does not return the sums that ranks merge.
     """
 
@@ -58,7 +58,7 @@ class CachedCore(StageCore):
         self.ranks, self.cap = context.topology.position_ranks, config.attn_logit_softcapping
         self.slopes = local_slopes(config, context)
         self.kernel = SdpaKernel(config, context)
-        self.is_plain = self.cap is not None or config.softmax_type != "vanilla"
+        self.is_plain = not config.has_usual_softmax
         if self.ranks.size > 1:
             assert context.ring is not None and context.head_ranks is None, "the first piece needs a ring"
             self.is_plain = True
@@ -212,7 +212,7 @@ class CachedCore(StageCore):
         out, log_sums = attention_and_sums(q, k, v, bias, softmax.scale, softmax.cap)
         if self.ranks.size > 1:
             out, log_sums = _merged(out, log_sums, self.ranks)
-        add_sinks_(out, log_sums, softmax.sinks)
+        finish_(out, log_sums, *softmax.parameters)
         return out.to(q.dtype)
 
 
@@ -242,7 +242,7 @@ class CachedLayer(LayerCore):
         v: Tensor,
         visible: VisibleKeys,
         drop: Drop,
-        sinks: Tensor | None = None,
+        *parameters: Tensor | None,
     ) -> Tensor:
         """Append the new keys and values ``[b, g', s, d]`` and map queries ``[b, n/tp, s, d]`` to outputs.
 
@@ -254,7 +254,8 @@ class CachedLayer(LayerCore):
         if not self.holds_latents:
             self.values, values = self._appended(self.values, v)
         shared = self.shared
-        softmax = CausalSoftmax(shared.length, self.scale, shared.slopes, visible, None, shared.cap, sinks)
+        given = tuple(x for x in parameters if x is not None)
+        softmax = CausalSoftmax(shared.length, self.scale, shared.slopes, visible, None, shared.cap, given)
         return shared.attend(q, keys, values, softmax)
 
     def _appended(self, cache: Tensor | None, new: Tensor) -> tuple[Tensor, Tensor]:

@@ -84,7 +84,7 @@ class LayerCore:
         v: Tensor,
         visible: VisibleKeys,
         drop: Drop,
-        sinks: Tensor | None = None,
+        *parameters: Tensor | None,
     ) -> Tensor:
         """Map ``[b, n, m, d]``, ``[b, g', s, d]`` and ``[b, g', s, d']`` to ``[b, n, m, d']``.
 
@@ -93,12 +93,12 @@ class LayerCore:
         Args:
             visible: keys that each query sees, from `PositionInfo`.
             drop: dropout settings of the attention weights.
-            sinks: ``[n/tp]``, one more logit of each head in the softmax's sums; None without.
+            parameters: per-head tensors of the softmax, ``[n/tp]``; None for one that the layer lacks.
         """
         scale = self.scales[k.shape[3]]
-        softmax = CausalSoftmax(
-            k.shape[2], scale, self.slopes, visible, drop, self.cap, self.of_heads(sinks, q)
-        )
+        own = [self.of_heads(x, q) for x in parameters]
+        given = tuple(x for x in own if x is not None)
+        softmax = CausalSoftmax(k.shape[2], scale, self.slopes, visible, drop, self.cap, given)
         return self.attend(self, q, k, v, softmax)
 
     def of_heads(self, x: Tensor | None, q: Tensor) -> Tensor | None:

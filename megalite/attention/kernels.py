@@ -27,7 +27,7 @@ from megalite.config import ModelConfig
 from megalite.kernels import CausalSoftmax, VisibleKeys, flash_attention
 from megalite.kernels.flash_attention import operands
 from megalite.kernels.packed_heads import gradients_of
-from megalite.kernels.softmax import sink_factors
+from megalite.kernels.softmax import share_of_keys
 from megalite.tensor_parallel.parameter_spec import LayerContext
 from megalite.utils import torch_private
 
@@ -64,7 +64,7 @@ class Kernel(ABC):
         """Map ``[b, n, m, d]``, ``[b, g, s, d]`` and ``[b, g, s, d']`` to ``[b, n, m, d']``, differentiably.
 
         Args:
-            softmax: scale, bias, visible keys, dropout and sinks.
+            softmax: scale, bias, visible keys, dropout and parameters.
             largest: largest scaled score of each head so far, ``[n]``, which is raised in place; None to skip
                 it.
             runs: positions of the slices of which the queries consist; None if they are those of all keys.
@@ -159,7 +159,7 @@ class SdpaKernel(BlockKernel):
     ) -> Tensor:
         """Compute attention; see `Kernel`."""
         assert softmax.drop is None or softmax.drop.p == 0.0, "this kernel has no dropout"
-        assert softmax.sinks is None and largest is None, "this kernel does not return sums or largest scores"
+        assert not softmax.parameters and largest is None, "this kernel returns no sums or largest scores"
         bias = softmax.visible.bias
         with self.kernels():
             return F.scaled_dot_product_attention(
@@ -200,7 +200,7 @@ class SdpaKernel(BlockKernel):
 
 
 class TritonKernel(BlockKernel):
-    """Calls of our Triton kernels: all masks, biases, sinks and dropout, on a GPU.
+    """Calls of our Triton kernels: all masks, biases and softmax parameters, and dropout, on a GPU.
 
     Values of another size than keys are padded with zeros, or the keys are.
     """
@@ -330,9 +330,9 @@ class FlexKernel(Kernel):
             block_mask=softmax.visible.blocks,
             scale=softmax.scale,
             enable_gqa=q.shape[1] != k.shape[1],
-            return_aux=None if softmax.sinks is None else AuxRequest(lse=True),
+            return_aux=AuxRequest(lse=True) if softmax.parameters else None,
         )
-        if softmax.sinks is None:
+        if not softmax.parameters:
             return found
         out, aux = found
-        return (out * sink_factors(aux.lse, softmax.sinks)).to(q.dtype)
+        return (out * share_of_keys(aux.lse, *softmax.parameters)).to(q.dtype)

@@ -259,7 +259,7 @@ class _Blockwise(NamedTuple):
 
 
 class PlainKernel(BlockKernel):
-    """Functions for all positions, masks, head sizes, dtypes, devices, dropout, caps and sinks."""
+    """Functions for all positions, masks, head sizes, dtypes, devices and options of the softmax."""
 
     attends_slices = True
 
@@ -281,7 +281,7 @@ class PlainKernel(BlockKernel):
         def of_slice(queries: Tensor, part: CausalSoftmax) -> Tensor:
             if torch.compiler.is_compiling():
                 rest = operands(part, part.visible.first)
-                out: Tensor = torch.ops.megalite.attention(queries, k, v, *rest, part.sinks)[0]
+                out: Tensor = torch.ops.megalite.attention(queries, k, v, *rest, *part.parameters)[0]
                 return out
             return differentiable(queries, k, v, _Blockwise(part, self.blocking, largest))
 

@@ -22,10 +22,10 @@ from megalite.kernels.packed_heads import empty_gradients, empty_results, gradie
 from megalite.kernels.softmax import (
     CausalSoftmax,
     Drop,
-    add_sinks_,
     biased_scores,
+    finish_,
     keep_factors,
-    sinks_gradient,
+    parameter_gradient,
 )
 from megalite.kernels.visible_keys import VisibleKeys
 
@@ -82,7 +82,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, softmax: CausalSoftmax) -> 
             a document ends where the next one starts.
     """
     rest = operands(softmax, softmax.visible.first)
-    out: Tensor = torch.ops.megalite.flash_attention(q, k, v, *rest, softmax.sinks)[0]
+    out: Tensor = torch.ops.megalite.flash_attention(q, k, v, *rest, *softmax.parameters)[0]
     return out
 
 
@@ -382,7 +382,7 @@ def define_attention(
 
     def gradients(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
         *saved, sinks = ctx.saved_tensors
-        of_sinks = sinks_gradient(grad, saved[3], saved[4], sinks) if ctx.needs_input_grad[-1] else None
+        of_sinks = parameter_gradient(grad, saved[3], saved[4], sinks) if ctx.needs_input_grad[-1] else None
         if not keeps_output:
             saved[3] = None
         grads = getattr(torch.ops.megalite, f"{name}_backward")(grad, *saved, *ctx.numbers)
@@ -404,8 +404,7 @@ def with_sinks(forward: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., t
     def run(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         num_operands = len(Operands._fields)
         results = forward(q, k, v, *rest[:num_operands])
-        for sinks in rest[num_operands:]:  # one tensor or None; absent if the call leaves it out
-            add_sinks_(*results, sinks)
+        finish_(*results, *(sinks for sinks in rest[num_operands:] if sinks is not None))
         return results
 
     return run

@@ -52,7 +52,7 @@ class CausalSoftmax(NamedTuple):
     An attention sink is one more logit per head in the sum of the softmax, with a value of zero: a weight is
     exp(x) / (sum of exp + exp(sink)), as in GPT-OSS (OpenAI 2025, arXiv 2508.10925). Attention with a sink is
     attention without it, times sigmoid(log of the sum - sink). Any kernel that returns the logarithms of the
-    sums computes without sinks, and `add_sinks_` changes its results. A backward that takes the output and
+    sums computes without sinks, and `finish_` changes its results. A backward that takes the output and
     these logarithms from the forward needs no change if they include the sink.
 
     Attributes:
@@ -62,7 +62,7 @@ class CausalSoftmax(NamedTuple):
         visible: keys that each query sees, by `starts` and `ends`.
         drop: dropout of the weights; None without dropout.
         cap: bound of the scaled scores; None without bound.
-        sinks: logits of the sinks, ``[n]``; None without sinks.
+        parameters: per-head tensors that the sums also depend on, ``[n]``: logits of the sinks, or none.
     """
 
     seq_length: int
@@ -71,7 +71,7 @@ class CausalSoftmax(NamedTuple):
     visible: VisibleKeys = VisibleKeys()
     drop: Drop | None = None
     cap: float | None = None
-    sinks: Tensor | None = None
+    parameters: tuple[Tensor, ...] = ()
 
     def weights_(self, scores: Tensor, first: int, first_key: int = 0) -> Tensor:
         """Replace scores with weights, and with zeros for keys that are not visible.
@@ -128,7 +128,7 @@ class CausalSoftmax(NamedTuple):
             slopes=None if self.slopes is None else self.slopes[heads],
             visible=self.visible.part(samples),
             drop=drop,
-            sinks=None if self.sinks is None else self.sinks[heads],
+            parameters=tuple(parameter[heads] for parameter in self.parameters),
         )
 
     def arguments(self, first: int, first_key: int = 0) -> tuple[Any, ...]:
@@ -263,36 +263,36 @@ define(
 )
 
 
-def sink_factors(log_sums: Tensor, sinks: Tensor) -> Tensor:
-    """Return the share of the keys in each sum of exponentials with a sink, ``[b, n, s, 1]``.
+def share_of_keys(log_sums: Tensor, sinks: Tensor) -> Tensor:
+    """Return the share of the keys in each sum of exponentials with the parameter, ``[b, n, s, 1]``.
 
     Args:
         log_sums: ``[b, n, s]``, logarithm of each query's sum over the keys alone.
-        sinks: ``[n]``.
+        sinks: the parameter of the softmax, ``[n]``.
     """
     return (log_sums - sinks.to(log_sums.dtype)[:, None]).sigmoid()[..., None]
 
 
-def add_sinks_(out: Tensor, log_sums: Tensor, sinks: Tensor | None) -> None:
-    """Change the results of attention without sinks in place to those with sinks, unless these are None.
+def finish_(out: Tensor, log_sums: Tensor, *parameters: Tensor) -> None:
+    """Change attention with the keys alone in place to that of the softmax with these parameters.
 
     Args:
         out: ``[b, n, s, d]``.
-        log_sums, sinks: as in `sink_factors`.
+        log_sums: as in `share_of_keys`.
     """
-    if sinks is not None:
-        out.mul_(sink_factors(log_sums, sinks))
+    for sinks in parameters:
+        out.mul_(share_of_keys(log_sums, sinks))
         log_sums.copy_(torch.logaddexp(log_sums, sinks.to(log_sums.dtype)[:, None]))
 
 
-def sinks_gradient(grad: Tensor, out: Tensor, log_sums: Tensor, sinks: Tensor) -> Tensor:
-    """Return the gradient of the sinks, ``[n]``.
+def parameter_gradient(grad: Tensor, out: Tensor, log_sums: Tensor, sinks: Tensor) -> Tensor:
+    """Return the gradient of a parameter of the softmax, ``[n]``.
 
     A sink has weight w = exp(sink - log_sums) and value 0, so the softmax's gradient is -w (grad . out).
 
     Args:
         grad: gradient of `out`.
-        out, log_sums: the results with sinks.
+        out, log_sums: the results of `finish_`.
     """
     weights = (sinks.to(log_sums.dtype)[:, None] - log_sums).exp()  # [b, n, s]
     products = (grad.to(log_sums.dtype) * out).sum(-1)

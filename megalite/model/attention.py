@@ -54,7 +54,12 @@ class Attention(nn.Module):
         self.rotation_index = None if spec.rotary is None else [*core.rotations].index(spec.rotary)
         self.local_heads = spec.num_heads // self.tp.size
         self.build_inputs(config, context)
-        self.sinks = _build_sinks(config, context)
+        self.sinks: Tensor | None = None  # logits of this rank's query heads, [n/tp]
+        if config.softmax_type == "learnable":
+            learned = ParameterSpec((spec.num_heads,), Cut("tp", 0), std=config.init_method_std, decay=False)
+            self.sinks = new_parameter(learned, context)
+        elif config.softmax_type == "off-by-one":  # logits of 0 add 1 to each sum (Miller 2023)
+            self.sinks = torch.zeros(self.local_heads, dtype=context.dtype, device=context.device)
         self.projection = RowParallelLinear(
             spec.num_heads * spec.value_dim,
             config.hidden_size,
@@ -210,14 +215,3 @@ class Attention(nn.Module):
 
 def _unchanged(x: Tensor, angles: Angles | None = None) -> Tensor:
     return x
-
-
-def _build_sinks(config: ModelConfig, context: LayerContext) -> Tensor | None:
-    """Return the sinks of this rank's query heads, ``[n/tp]``, by --softmax-type; None without them."""
-    num_heads = config.num_attention_heads
-    if config.softmax_type == "vanilla":
-        return None
-    if config.softmax_type == "off-by-one":  # logits of 0 add 1 to each sum (Miller 2023)
-        return torch.zeros(num_heads // context.tp.size, dtype=context.dtype, device=context.device)
-    spec = ParameterSpec((num_heads,), Cut("tp", 0), std=config.init_method_std, decay=False)
-    return new_parameter(spec, context)

@@ -794,7 +794,8 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
          before(_of_block_alone)),
         ("sinks of a ring count twice", "cp2+p2p", ring.Ring, "__init__",
          before(lambda self, axis, held, softmax, kernel: (
-             self, axis, held, softmax._replace(sinks=softmax.sinks + math.log(2.0)), kernel)), "gpt-oss"),
+             self, axis, held, softmax._replace(
+                 parameters=tuple(x + math.log(2.0) for x in softmax.parameters)), kernel)), "gpt-oss"),
         ("slices of ranks that exchange heads stay in the order of the ranks", "cp4+a2a+p2p",
          exchange.KeyRanks, "of", after(_in_plain_order)),
         ("tokens of the only layer that exchanges heads stay in the order of the ranks", "cp2",
@@ -1055,11 +1056,11 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
         ("factors of queries continue over the replicas' samples", "dp2", positions.QueryScale, "compute",
          lambda original, topology: lambda self, ids: original(
              self, ids * (1 + topology.replicas.rank)), "gpt-oss"),
-        ("sinks have the gradient of the first replica's samples", "dp2", algebra, "sinks_gradient",
+        ("sinks have the gradient of the first replica's samples", "dp2", algebra, "parameter_gradient",
          lambda original, topology: lambda *args: original(*args) * float(topology.replicas.is_first),
          "gpt-oss"),
         ("the gradient of sinks is a mean over the microbatch's samples", "mbs1", algebra,
-         "sinks_gradient", after(lambda gradient, grad, *_: gradient / len(grad)), "gpt-oss"),
+         "parameter_gradient", after(lambda gradient, grad, *_: gradient / len(grad)), "gpt-oss"),
         ("the gradient of the shared part of keys is that of the rank's heads", "tp2", latent_attention,
          "copy_to_tensor_parallel", instead(_first), "latent"),
         ("a rank's tokens have the shared part of keys of another rank's", "tp2+sp", latent_attention,

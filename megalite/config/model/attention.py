@@ -199,6 +199,11 @@ class AttentionOptions:
         Bound("num_kv_shared_layers", "num_layers", ": pass fewer", is_strict=True),
     )
 
+    @property
+    def has_usual_softmax(self) -> bool:
+        """Return whether weights are the softmax of a query's scaled scores, as all kernels compute them."""
+        return self.attn_logit_softcapping is None and self.softmax_type == "vanilla"
+
 
 @dataclass(frozen=True)
 class LatentOptions:

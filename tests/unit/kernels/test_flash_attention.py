@@ -130,7 +130,7 @@ def computed(case: Case, parts: list[Tensor]) -> list[Tensor]:
     """The output, and the gradients of queries, keys, values and sinks."""
     q, k, v, grad, *sinks = (part.detach().requires_grad_() for part in parts)
     leaves = q, k, v, *sinks
-    softmax = softmax_of(case, str(grad.device))._replace(sinks=next(iter(sinks), None))
+    softmax = softmax_of(case, str(grad.device))._replace(parameters=tuple(sinks))
     out = flash_attention(q, k, v, softmax)
     return [out, *torch.autograd.grad(out, leaves, grad.detach())]
 
