@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import fields, replace
 from functools import cache, lru_cache
@@ -82,7 +81,9 @@ def _extended(one: UnitRecord, two: UnitRecord, size: int) -> UnitRecord | None:
 
 
 def _load(key: UnitKey) -> Any:
-    return _known().get(_name(key)) if _is_kept(key) else None
+    line = _known().get(_name(key)) if _is_kept(key) else None
+    with suppress(ValueError):  # a line that two processes wrote at once
+        return line and json.loads(line)[1]
 
 
 def _store(key: UnitKey, found: Any) -> None:
@@ -98,9 +99,10 @@ def _store(key: UnitKey, found: Any) -> None:
 
 
 def _is_kept(key: UnitKey) -> bool:
-    """Return whether the disk keeps a record: not of a program's own model, and not by a rank of a run."""
+    """Return whether the disk keeps a record: not of a program's own model; of a run, only by rank 0."""
     distributed = sys.modules.get("torch.distributed")
-    return key.provider is None and not (distributed and distributed.is_initialized())
+    is_first = distributed is None or not distributed.is_initialized() or distributed.get_rank() == 0
+    return key.provider is None and is_first
 
 
 def _name(key: UnitKey) -> str:
@@ -108,16 +110,11 @@ def _name(key: UnitKey) -> str:
 
 
 @cache
-def _known() -> dict[str, Any]:
-    return dict(_lines(_path()))
-
-
-def _lines(path: Path) -> Iterator[tuple[str, Any]]:
-    with suppress(OSError, UnicodeDecodeError), path.open(encoding="utf-8") as file:
-        for line in file:
-            with suppress(ValueError, TypeError):  # a line that two processes wrote at once
-                name, found = json.loads(line)
-                yield name, found
+def _known() -> dict[str, str]:
+    """Return the lines of the file by the names of their keys, with which they begin."""
+    with suppress(OSError, UnicodeDecodeError):
+        return {line[2:66]: line for line in _path().read_text(encoding="utf-8").splitlines()}
+    return {}
 
 
 @cache

@@ -166,7 +166,11 @@ def test_records_survive_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for function in (records._path, records._known, records.unit_record):
         monkeypatch.setattr(records, function.__name__, getattr(function, "__wrapped__", function))
-    assert records.unit_record(key_of()) == record_unit(key_of())
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    for rank in (1, 0):
+        monkeypatch.setattr("torch.distributed.get_rank", lambda rank=rank: rank)
+        assert records.unit_record(key_of()) == record_unit(key_of())
+        assert any(tmp_path.rglob("*.jsonl")) == (rank == 0)  # a thousand ranks would write it at once
     (path,) = tmp_path.rglob("*.jsonl")
     path.write_text("{damaged\n" + path.read_text())
     monkeypatch.setattr("megalite.observe.record_unit.record_unit", None)  # not called again
