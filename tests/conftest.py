@@ -233,7 +233,7 @@ def process_as_started() -> Iterator[None]:
     draws the same random tensors, whichever tests its worker ran before.
     """
     _reset_process()
-    torch.manual_seed(SEED)
+    torch.default_generator.manual_seed(SEED)  # torch.manual_seed also notes the stack for each kind of GPU
     yield
     _reset_process()
 
