@@ -33,8 +33,8 @@ from megalite.config.presets import PRESETS
 from megalite.distributed.topology import Topology
 from megalite.kernels import VisibleKeys, activations, norm, rotary
 from megalite.model.layer import TransformerLayer
+from megalite.tensor_parallel.gemm import MainGrad
 from megalite.tensor_parallel.parameter_spec import LayerContext
-from megalite.tensor_parallel.weight_gradient_store import MainGrad
 from megalite.utils.hardware.gpus import GPUS
 
 BATCH = 16

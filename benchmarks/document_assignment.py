@@ -17,7 +17,7 @@ from itertools import accumulate, pairwise
 
 from megalite.attention.ring import ring_steps, slices_of_ranks
 from megalite.data.batch.document_assignment import Assignment, DocumentRun, assign_documents
-from megalite.distributed.held_positions import HeldPositions
+from megalite.distributed.axis import HeldPositions
 
 MEANS = (500, 2000, 8000, 32000)
 _DEVIATION = 1.2  # of the logarithm; its normal distribution's mean is then half of the arithmetic mean

@@ -23,9 +23,9 @@ from megalite.config import ParallelConfig
 from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
 from megalite.pipeline.executor import Pipeline
-from megalite.pipeline.point_to_point import PointToPoint
+from megalite.pipeline.messages import PointToPoint
 from megalite.pipeline.schedules import SCHEDULES
-from megalite.tensor_parallel.weight_gradient_store import WeightGradientStore
+from megalite.tensor_parallel.gemm import WeightGradientStore
 
 FORWARD_MS = 100.0
 """A rank's forward of one microbatch, over all of its chunks; the backward takes twice as long."""

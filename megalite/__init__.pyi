@@ -14,9 +14,9 @@ from megalite.config import RecomputeConfig as RecomputeConfig
 from megalite.config import TrainingConfig as TrainingConfig
 from megalite.config import check_config as check_config
 from megalite.config.entry_point import run_rank as run_rank
-from megalite.data.batch.layer_state import LossTerm as LossTerm
-from megalite.data.batch.layer_state import WithTerms as WithTerms
+from megalite.data.batch.microbatch import LossTerm as LossTerm
 from megalite.data.batch.microbatch import Microbatch as Microbatch
+from megalite.data.batch.microbatch import WithTerms as WithTerms
 from megalite.data.build_datasets import DatasetSplits as DatasetSplits
 from megalite.data.epochs import Epochs as Epochs
 from megalite.data.gpt_dataset import GPTDataset as GPTDataset

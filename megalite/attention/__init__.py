@@ -1,1 +1,1 @@
-"""Attention: kernels, their algebra, exchanges between ranks, and the core that a stage's layers share."""
+"""Attention: kernels and their algebra, exchanges between ranks, and the core that a stage's layers share."""

@@ -19,10 +19,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megalite.attention.algebra import LEAST, differentiable, merge_
 from megalite.attention.choice import fastest_kernel
 from megalite.attention.core import LayerCore, RecurrentState, StageCore
-from megalite.attention.kernels import BlockKernel, SdpaKernel
+from megalite.attention.kernels import LEAST, BlockKernel, SdpaKernel, differentiable, merge_
 from megalite.attention.plain import PlainKernel
 from megalite.attention.positions import PositionInfo, local_slopes
 from megalite.attention.ring import Ring, slices_of_ranks

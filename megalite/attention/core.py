@@ -13,9 +13,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from megalite.attention.algebra import differentiable
 from megalite.attention.exchange import KeyRanks, key_access
-from megalite.attention.kernels import BlockKernel, Kernel
+from megalite.attention.kernels import BlockKernel, Kernel, differentiable
 from megalite.attention.positions import (
     Angles,
     PositionInfo,
@@ -28,10 +27,10 @@ from megalite.config import AttentionSpec, ModelConfig
 from megalite.config.model.rope import RotarySpec
 from megalite.config.parallel import CpCommType
 from megalite.data.batch.microbatch import Microbatch
-from megalite.distributed.held_positions import range_positions
+from megalite.distributed.axis import range_positions
 from megalite.kernels import CausalSoftmax, Drop, VisibleKeys
 from megalite.kernels.packed_heads import Heads
-from megalite.kernels.visible_keys import document_starts
+from megalite.kernels.softmax import document_starts
 from megalite.tensor_parallel.parameter_spec import LayerContext
 
 

@@ -25,14 +25,13 @@ import torch
 from torch import Tensor
 
 from megalite.attention.positions import PositionInfo
-from megalite.distributed.axis import Axis
+from megalite.distributed.axis import Axis, HeldPositions
 from megalite.distributed.collectives import (
     all_gather_from,
     all_to_all,
     gather_from_sequence_parallel,
     with_conjugate,
 )
-from megalite.distributed.held_positions import HeldPositions
 from megalite.kernels.packed_heads import Heads
 from megalite.tensor_parallel.parameter_spec import LayerContext
 

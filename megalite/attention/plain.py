@@ -21,8 +21,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megalite.attention.algebra import LEAST, Block, MergedAttention, attend_slices, differentiable
-from megalite.attention.kernels import BlockKernel
+from megalite.attention.kernels import (
+    LEAST,
+    Block,
+    BlockKernel,
+    MergedAttention,
+    attend_slices,
+    differentiable,
+)
 from megalite.config import ModelConfig
 from megalite.kernels import CausalSoftmax
 from megalite.kernels.dropout import dropout

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megalite.config import ModelConfig
 from megalite.config.model.rope import RotarySpec
-from megalite.distributed.held_positions import HeldPositions
+from megalite.distributed.axis import HeldPositions
 from megalite.kernels import VisibleKeys, rotate
 from megalite.tensor_parallel.parameter_spec import LayerContext
 

@@ -24,12 +24,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megalite.attention.algebra import Block, MergedAttention, merge_
-from megalite.attention.kernels import BlockKernel
+from megalite.attention.kernels import Block, BlockKernel, MergedAttention, merge_
 from megalite.data.batch.document_assignment import Assignment, DocumentRun
-from megalite.distributed.axis import Axis
+from megalite.distributed.axis import Axis, HeldPositions
 from megalite.distributed.collectives import Pending, start_shift
-from megalite.distributed.held_positions import HeldPositions
 from megalite.kernels import CausalSoftmax
 
 

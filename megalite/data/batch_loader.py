@@ -20,7 +20,7 @@ from megalite.data.batch.document_assignment import assign_documents
 from megalite.data.batch.microbatch import Microbatch
 from megalite.data.gpt_dataset import Dataset
 from megalite.data.samples import Samples
-from megalite.distributed.held_positions import HeldPositions
+from megalite.distributed.axis import HeldPositions
 from megalite.distributed.topology import Topology
 from megalite.utils.errors import UserError
 

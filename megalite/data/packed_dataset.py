@@ -23,7 +23,7 @@ from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.loss_mask import LossMask
 from megalite.data.samples import MockDataset, Samples
 from megalite.data.storage import FilesInUse
-from megalite.kernels.visible_keys import document_starts
+from megalite.kernels.softmax import document_starts
 from megalite.utils.errors import UserError
 from megalite.utils.log import log
 

@@ -19,8 +19,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megalite.distributed.agreement import RankRecord, check_agreement
 from megalite.distributed.axes import MODEL, MeshOptions, MeshSpec
-from megalite.distributed.axis import DEVICE, STORE_BARRIER, WORLD, Axis, AxisSet, EventStack, Observer
-from megalite.distributed.held_positions import HeldPositions
+from megalite.distributed.axis import (
+    DEVICE,
+    STORE_BARRIER,
+    WORLD,
+    Axis,
+    AxisSet,
+    EventStack,
+    HeldPositions,
+    Observer,
+)
 from megalite.distributed.mesh import build_axes
 from megalite.distributed.rendezvous import (
     Launch,

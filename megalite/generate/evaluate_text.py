@@ -16,8 +16,7 @@ import numpy.typing as npt
 import torch
 
 from megalite.config import Config, ParallelConfig, RecomputeConfig, check_config
-from megalite.data.batch.layer_state import LM_LOSS, WithTerms
-from megalite.data.batch.microbatch import Microbatch
+from megalite.data.batch.microbatch import LM_LOSS, Microbatch, WithTerms
 from megalite.data.document_ends import DocumentEnds
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.sharded_dataset import open_dataset

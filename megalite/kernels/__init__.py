@@ -18,9 +18,8 @@ from megalite.kernels.norm import layer_norm, layer_norm_on, rms_norm, rms_norm_
 from megalite.kernels.philox import fill_normal_, site_key
 from megalite.kernels.recurrence import recurrence, recurrence_problem
 from megalite.kernels.rotary import rotate
-from megalite.kernels.softmax import CausalSoftmax, Drop
+from megalite.kernels.softmax import CausalSoftmax, Drop, VisibleKeys
 from megalite.kernels.token_rows import copy_to_rows, sum_rows
-from megalite.kernels.visible_keys import VisibleKeys
 from megalite.kernels.weight_gradient import add_weight_and_bias_gradient_, add_weight_gradient_
 
 __all__ = [

@@ -22,12 +22,12 @@ from megalite.kernels.packed_heads import empty_gradients, empty_results, gradie
 from megalite.kernels.softmax import (
     CausalSoftmax,
     Drop,
+    VisibleKeys,
     biased_scores,
     finish_,
     keep_factors,
     parameter_gradient,
 )
-from megalite.kernels.visible_keys import VisibleKeys
 
 MAX_HEAD_DIM = 256
 

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from megalite.attention.core import StageCore
 from megalite.attention.positions import Angles, PositionInfo
 from megalite.config import AttentionSpec, ModelConfig, RecomputeConfig
-from megalite.data.batch.layer_state import BlockOutput
-from megalite.data.batch.microbatch import SampleNumbers
+from megalite.data.batch.microbatch import BlockOutput, SampleNumbers
 from megalite.distributed.collectives import all_gather_from
 from megalite.kernels.packed_heads import Heads, SplitHeads, split_heads
 from megalite.model.norm import HeadRMSNorm, build_head_norm

@@ -17,8 +17,14 @@ from megalite.config.model.attention import LatentSpec
 from megalite.config.model.layers import MixerSpec
 from megalite.config.model.recurrence import DeltaNetSpec, MambaSpec
 from megalite.config.model.transformer import NORMALIZED
-from megalite.data.batch.layer_state import BlockOutput, LayerState, SharedKeys, Terms, WithTerms
-from megalite.data.batch.microbatch import SampleNumbers
+from megalite.data.batch.microbatch import (
+    BlockOutput,
+    LayerState,
+    SampleNumbers,
+    SharedKeys,
+    Terms,
+    WithTerms,
+)
 from megalite.kernels import ResidualSum
 from megalite.model.attention import Attention
 from megalite.model.embedding import EmbeddingGate

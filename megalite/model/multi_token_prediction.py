@@ -24,8 +24,15 @@ from megalite.attention.core import StageCore
 from megalite.attention.positions import PositionInfo
 from megalite.config import ModelConfig
 from megalite.config.model.transformer import NORMALIZED
-from megalite.data.batch.layer_state import LossTerm, Terms, WithTerms, later_real_token, later_token
-from megalite.data.batch.microbatch import Microbatch, SampleNumbers
+from megalite.data.batch.microbatch import (
+    LossTerm,
+    Microbatch,
+    SampleNumbers,
+    Terms,
+    WithTerms,
+    later_real_token,
+    later_token,
+)
 from megalite.model.embedding import multiplier
 from megalite.model.experts import names_of_terms
 from megalite.model.layer import TransformerLayer

@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite.config import ModelConfig, RecomputeConfig
-from megalite.data.batch.layer_state import Terms
-from megalite.data.batch.microbatch import SampleNumbers
+from megalite.data.batch.microbatch import SampleNumbers, Terms
 from megalite.model.experts import MixtureOfExperts, Router, Routing
 from megalite.model.norm import HeadRMSNorm, build_norm
 from megalite.model.recompute_region import recompute_first

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from megalite.attention.exchange import HeadExchange
 from megalite.attention.positions import PositionInfo
 from megalite.config import RecomputeConfig
-from megalite.data.batch.layer_state import BlockOutput
-from megalite.data.batch.microbatch import SampleNumbers
+from megalite.data.batch.microbatch import BlockOutput, SampleNumbers
 from megalite.model.recompute_region import recompute_core, recompute_output
 from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_parameter

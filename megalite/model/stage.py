@@ -15,8 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from megalite.config import ModelConfig
-from megalite.data.batch.layer_state import LM_LOSS, Z_LOSS, LayerState, LossTerm, WithTerms, add_terms
-from megalite.data.batch.microbatch import Microbatch
+from megalite.data.batch.microbatch import (
+    LM_LOSS,
+    Z_LOSS,
+    LayerState,
+    LossTerm,
+    Microbatch,
+    WithTerms,
+    add_terms,
+)
 from megalite.kernels import site_key
 from megalite.model.embedding import Embedding, OutputLayer, VocabHead
 from megalite.tensor_parallel.counter_random import initialize

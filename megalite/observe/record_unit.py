@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from megalite.attention.choice import build_core
 from megalite.attention.core import StageCore
 from megalite.config import ModelConfig, RecomputeConfig
-from megalite.data.batch.layer_state import LayerState, LossTerm, SharedKeys
-from megalite.data.batch.microbatch import Microbatch
+from megalite.data.batch.microbatch import LayerState, LossTerm, Microbatch, SharedKeys
 from megalite.distributed.axes import EXPERTS, MODEL, MeshSpec
 from megalite.distributed.topology import Topology
 from megalite.kernels.flash_attention import MAX_HEAD_DIM
@@ -31,9 +30,9 @@ from megalite.observe.operator_log import OperatorLog
 from megalite.observe.recorder import Reader
 from megalite.observe.unit_record import EMBEDDING, HEAD, INPUT, SavedPart, UnitKey, UnitRecord, WeightRecord
 from megalite.tensor_parallel.fp8 import Fp8Settings
+from megalite.tensor_parallel.gemm import MainGrad, WeightGradientStore, run_stored
 from megalite.tensor_parallel.matrices import matrices_of
 from megalite.tensor_parallel.parameter_spec import LayerContext, spec_of
-from megalite.tensor_parallel.weight_gradient_store import MainGrad, WeightGradientStore, run_stored
 from megalite.utils.errors import UserError, first_line
 from megalite.utils.torch_private import read_scalar
 

@@ -13,7 +13,7 @@ from megalite.distributed.axis import Observer, observed
 from megalite.kernels import adamw_
 from megalite.optim.flat_buffers import Bucket, BucketEntry, Section, overlap
 from megalite.optim.gradient_buckets import main_dtype
-from megalite.optim.loss_scaler import LossScaler
+from megalite.optim.gradient_scale import LossScaler
 from megalite.optim.offload import OffloadedUpdate, OptimizerOffload
 from megalite.optim.rounded_moments import EXP_AVG, EXP_AVG_SQ, MOMENTS, RoundedMoments, ranges_in
 from megalite.tensor_parallel.parameter_spec import ParameterShard

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from megalite.distributed.collectives import flat_all_gather, flat_reduce_scatter, start_all_reduce
 from megalite.optim.flat_buffers import Bucket, BucketEntry
 from megalite.optim.reduce_handle import ReduceHandle
-from megalite.tensor_parallel.weight_gradient_store import MainGrad
+from megalite.tensor_parallel.gemm import MainGrad
 from megalite.utils.torch_private import foreach_add_, foreach_copy_, foreach_zero_, storage_number
 
 MESSAGE_DTYPES = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

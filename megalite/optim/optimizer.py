@@ -15,7 +15,6 @@ from megalite.distributed.topology import Topology
 from megalite.optim.adamw import AdamW, BucketState, offloadable_kinds
 from megalite.optim.averaged_weights import AveragedWeights
 from megalite.optim.flat_buffers import Bucket, BucketEntry, make_buckets, overlap, parameter_kind
-from megalite.optim.global_norm import CountedShard, global_norm
 from megalite.optim.gradient_buckets import (
     GRADIENT_BUFFERS,
     MESSAGE_DTYPES,
@@ -23,7 +22,7 @@ from megalite.optim.gradient_buckets import (
     GradReducer,
     main_dtype,
 )
-from megalite.optim.loss_scaler import build_loss_scaler
+from megalite.optim.gradient_scale import CountedShard, build_loss_scaler, global_norm
 from megalite.optim.muon import Muon
 from megalite.optim.offload import OptimizerOffload
 from megalite.optim.post_step_hooks import PostStepHook

@@ -11,10 +11,18 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megalite.data.batch.layer_state import LossTerm, Terms, WithTerms, add_terms
+from megalite.data.batch.microbatch import LossTerm, Terms, WithTerms, add_terms
 from megalite.distributed.overlap_slots import OverlapSlots
-from megalite.pipeline.messages import Batch, Direction, Step, direction_of, plan_rank, reader_of, source_of
-from megalite.pipeline.point_to_point import PointToPoint
+from megalite.pipeline.messages import (
+    Batch,
+    Direction,
+    PointToPoint,
+    Step,
+    direction_of,
+    plan_rank,
+    reader_of,
+    source_of,
+)
 from megalite.pipeline.schedules import (
     SCHEDULES,
     Action,
@@ -24,7 +32,7 @@ from megalite.pipeline.schedules import (
     StageMap,
     actions_by_rank,
 )
-from megalite.tensor_parallel.weight_gradient_store import WeightGradient, WeightGradientStore, run_stored
+from megalite.tensor_parallel.gemm import WeightGradient, WeightGradientStore, run_stored
 from megalite.utils.errors import UserError
 
 NO_DIVISORS: Mapping[str, float | Tensor] = {"token": 1.0, "sample": 1.0}

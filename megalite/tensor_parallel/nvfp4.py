@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megalite.distributed.held_positions import HeldPositions, range_positions
+from megalite.distributed.axis import HeldPositions, range_positions
 from megalite.distributed.topology import Topology
 from megalite.kernels import site_key
 from megalite.kernels.philox import random_words

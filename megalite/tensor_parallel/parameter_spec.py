@@ -20,14 +20,13 @@ from megalite.config.parallel import (
 )
 from megalite.data.batch.microbatch import AssignedSamples, SampleNumbers
 from megalite.distributed.axes import CONTEXT, EXPERTS, Slice
-from megalite.distributed.axis import Axis, AxisSet
-from megalite.distributed.held_positions import cut_ranges, range_positions
+from megalite.distributed.axis import Axis, AxisSet, cut_ranges, range_positions
 from megalite.distributed.overlap_slots import OverlapSlots
 from megalite.distributed.topology import Topology
 from megalite.tensor_parallel.fp8 import Fp8Settings
+from megalite.tensor_parallel.gemm import WeightGradientStore
 from megalite.tensor_parallel.gemm_collectives import SEPARATE, Overlap
 from megalite.tensor_parallel.placement import Box, Cut, ParameterAxes
-from megalite.tensor_parallel.weight_gradient_store import WeightGradientStore
 from megalite.utils.errors import UserError
 
 

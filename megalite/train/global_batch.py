@@ -8,8 +8,14 @@ import torch
 from torch import Tensor
 
 from megalite.config import Config
-from megalite.data.batch.layer_state import REAL_TOKEN, Terms, add_terms, later_real_token, later_token
-from megalite.data.batch.microbatch import Microbatch
+from megalite.data.batch.microbatch import (
+    REAL_TOKEN,
+    Microbatch,
+    Terms,
+    add_terms,
+    later_real_token,
+    later_token,
+)
 from megalite.data.batch_loader import BatchLoader
 from megalite.data.epochs import OnePass
 from megalite.data.gpt_dataset import Dataset

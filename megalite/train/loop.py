@@ -11,7 +11,7 @@ from typing import Any
 
 from megalite.checkpoint.progress import CallbackStates, recorded_state
 from megalite.config import CheckpointConfig
-from megalite.data.batch.layer_state import LM_LOSS
+from megalite.data.batch.microbatch import LM_LOSS
 from megalite.train.stopping import Stop, StopConditions, Stopped
 from megalite.train.telemetry.metrics import ValidationMetrics
 from megalite.train.train_step import StepResult

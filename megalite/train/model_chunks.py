@@ -37,6 +37,7 @@ from megalite.tensor_parallel.fp8 import (
     check_device,
     gather_in_8_bits,
 )
+from megalite.tensor_parallel.gemm import WeightGradientStore
 from megalite.tensor_parallel.gemm_collectives import choose_overlap
 from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megalite.tensor_parallel.nvfp4 import name_gemms
@@ -47,7 +48,6 @@ from megalite.tensor_parallel.parameter_spec import (
     forget_initial_values,
 )
 from megalite.tensor_parallel.vocab_parallel import TiedWeight
-from megalite.tensor_parallel.weight_gradient_store import WeightGradientStore
 from megalite.train.global_batch import hidden_shape
 from megalite.train.own_model import OutputCheck, check_stage
 from megalite.utils.errors import UserError

@@ -14,7 +14,7 @@ from megalite.data.batch.microbatch import Microbatch
 from megalite.distributed.rendezvous import Launch
 from megalite.distributed.topology import Topology
 from megalite.kernels import has_linear_gelu, library
-from megalite.tensor_parallel.weight_gradient_store import MainGrad
+from megalite.tensor_parallel.gemm import MainGrad
 from megalite.train.gemm_epilogues import choose_gemm_epilogues, seconds_in_turns
 from megalite.train.model_chunks import ChunkResources, build_chunks
 from tests.stages import build_stage

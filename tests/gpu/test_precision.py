@@ -24,7 +24,7 @@ from megalite.tensor_parallel.fp8 import (
     check_device,
     in_fp8,
 )
-from megalite.tensor_parallel.weight_gradient_store import MainGrad
+from megalite.tensor_parallel.gemm import MainGrad
 from megalite.utils.errors import UserError
 from tests.stages import build_stage
 

@@ -10,18 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.attention import algebra, core, exchange, plain, positions, ring
+from megalite.attention import core, exchange, kernels, plain, positions, ring
 from megalite.checkpoint import load
 from megalite.checkpoint.convert import average
 from megalite.checkpoint.parameter_range import ParameterRange
 from megalite.data import batch_loader
 from megalite.data.batch.document_assignment import DocumentRun
-from megalite.data.batch.layer_state import LayerState
-from megalite.data.batch.microbatch import Microbatch
+from megalite.data.batch.microbatch import LayerState, Microbatch
 from megalite.distributed import collectives
 from megalite.distributed.axes import Slice
+from megalite.distributed.axis import HeldPositions
 from megalite.distributed.collectives import Pending, gather_from_tensor_parallel
-from megalite.distributed.held_positions import HeldPositions
 from megalite.distributed.topology import Topology
 from megalite.model import (
     activation_offload,
@@ -47,17 +46,16 @@ from megalite.model.norm import LayerNorm, RMSNorm
 from megalite.model.transformer_stage import TransformerStage
 from megalite.optim import (
     adamw,
-    global_norm,
     gradient_buckets,
-    loss_scaler,
+    gradient_scale,
     muon,
     optimizer,
     post_step_hooks,
     reduce_handle,
     weight_gathering,
 )
-from megalite.pipeline import executor, point_to_point
-from megalite.pipeline.point_to_point import PointToPoint
+from megalite.pipeline import executor, messages
+from megalite.pipeline.messages import PointToPoint
 from megalite.pipeline.schedules import ActionKind
 from megalite.tensor_parallel import (
     counter_random,
@@ -922,7 +920,7 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
          before(lambda stored: (stored[:-1],))),
         ("a stored weight gradient is computed twice", "pp2zb", executor, "run_stored",
          before(lambda stored: ([*stored, *(each for each in stored if each.weight.dim() == 1)],))),
-        ("a message overtakes the one before", "pp2", point_to_point, "_launch_each", _overtaking),
+        ("a message overtakes the one before", "pp2", messages, "_launch_each", _overtaking),
     ],
     "gradient norm": [
         ("both copies of a tied embedding count", "pp2", optimizer.Optimizer, "_is_copied",
@@ -930,14 +928,14 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
         ("every tp rank counts what is replicated", "tp2", ParameterAxes, "acts", instead(lambda *_: True)),
         ("every replica counts its whole bucket", "dp2", optimizer.Optimizer, "_counted",
          instead(lambda self, state: slice(0, len(state.main)))),
-        ("squares are summed over the replicas only", "pp2", global_norm, "all_reduce",
+        ("squares are summed over the replicas only", "pp2", gradient_scale, "all_reduce",
          over(lambda topology: topology.replicas)),
-        ("squares are means over all ranks", "dp2", global_norm, "all_reduce", before(mean_first)),
+        ("squares are means over all ranks", "dp2", gradient_scale, "all_reduce", before(mean_first)),
         ("clipping divides the norm by the replicas", "dp2", adamw.AdamW, "_divisor",
          lambda original, topology: lambda self, norm: original(self, norm / topology.replicas.size)),
         ("cut parameters count on the first tp rank only", "tp2", ParameterAxes, "acts",
          instead(lambda self, topology: topology.tp.rank == 0)),
-        ("each rank clips by the norm of its own gradients", "pp2", global_norm, "all_reduce",
+        ("each rank clips by the norm of its own gradients", "pp2", gradient_scale, "all_reduce",
          instead(_first)),
         ("the logged number of zeros counts a replicated parameter on each rank", "tp2", optimizer.Optimizer,
          "num_zeros", instead(lambda self: 0), "gpt",
@@ -1056,10 +1054,10 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
         ("factors of queries continue over the replicas' samples", "dp2", positions.QueryScale, "compute",
          lambda original, topology: lambda self, ids: original(
              self, ids * (1 + topology.replicas.rank)), "gpt-oss"),
-        ("sinks have the gradient of the first replica's samples", "dp2", algebra, "parameter_gradient",
+        ("sinks have the gradient of the first replica's samples", "dp2", kernels, "parameter_gradient",
          lambda original, topology: lambda *args: original(*args) * float(topology.replicas.is_first),
          "gpt-oss"),
-        ("the gradient of sinks is a mean over the microbatch's samples", "mbs1", algebra,
+        ("the gradient of sinks is a mean over the microbatch's samples", "mbs1", kernels,
          "parameter_gradient", after(lambda gradient, grad, *_: gradient / len(grad)), "gpt-oss"),
         ("the gradient of the shared part of keys is that of the rank's heads", "tp2", latent_attention,
          "copy_to_tensor_parallel", instead(_first), "latent"),
@@ -1202,9 +1200,9 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
          TransformerStage, "shared_modules", instead(lambda self: {})),
     ],
     "loss scale": [
-        ("the last stage has the scale of the next step", "pp2", loss_scaler.LossScaler, "scale",
+        ("the last stage has the scale of the next step", "pp2", gradient_scale.LossScaler, "scale",
          _scale_of(lambda topology: topology.pp.size > 1 and topology.pp.is_last), "fp16"),
-        ("one replica has the scale of the next step", "dp2", loss_scaler.LossScaler, "scale",
+        ("one replica has the scale of the next step", "dp2", gradient_scale.LossScaler, "scale",
          _scale_of(lambda topology: topology.replicas.rank == 1), "fp16"),
         ("gradients are clipped before they are unscaled", "dp2", adamw.AdamW, "_divisor",
          lambda original, _: lambda self, norm: original(self, norm * self.scaler.scale), "fp16", SAME),

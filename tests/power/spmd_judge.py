@@ -23,7 +23,7 @@ from spmd_types import I, P, R, S, SpmdTypeError, V, rules
 from spmd_types.checker import typecheck
 from torch import Tensor
 
-from megalite.attention import algebra
+from megalite.attention import kernels
 from megalite.config import Config
 from megalite.data.batch.microbatch import Microbatch
 from megalite.distributed import collectives
@@ -124,7 +124,7 @@ RULES: dict[Any, Any] = {
 V varies between ranks, P is partial."""
 
 LOCAL = (
-    *(packed_heads.SplitHeads, norm._WithResidual, recompute_region._Keep, algebra._Attention),
+    *(packed_heads.SplitHeads, norm._WithResidual, recompute_region._Keep, kernels._Attention),
     chunked_recurrence._Scan,
 )
 """Functions without communication between the ranks of tp and dp."""

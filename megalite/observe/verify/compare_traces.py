@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megalite.distributed.held_positions import HeldPositions
+from megalite.distributed.axis import HeldPositions
 from megalite.observe.operator_log import Collective
 from megalite.observe.verify.compare_runs import magnitude
 from megalite.observe.verify.trace_run import Activation, RankTrace, StepTensor

@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from megalite.config import Config
 from megalite.data.batch.microbatch import Microbatch
 from megalite.distributed.axes import Slice
-from megalite.distributed.axis import observing
-from megalite.distributed.held_positions import HeldPositions
+from megalite.distributed.axis import HeldPositions, observing
 from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
 from megalite.model.stage import Stage

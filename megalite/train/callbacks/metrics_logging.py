@@ -19,7 +19,7 @@ from megalite.distributed.topology import Topology
 from megalite.model.experts import Router
 from megalite.model.routing_record import RoutingStatistics
 from megalite.optim.adamw import MOMENTUM
-from megalite.optim.global_norm import sum_of_squares
+from megalite.optim.gradient_scale import sum_of_squares
 from megalite.optim.optimizer import Optimizer
 from megalite.optim.post_step_hooks import sum_over_tokens
 from megalite.train.callbacks.recorded_routing import routers_of

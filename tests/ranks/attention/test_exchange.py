@@ -20,7 +20,7 @@ from megalite.config import (
     TrainingConfig,
 )
 from megalite.config.presets import PRESETS
-from megalite.distributed.held_positions import HeldPositions
+from megalite.distributed.axis import HeldPositions
 from megalite.distributed.topology import Topology
 from megalite.kernels import Drop
 from megalite.tensor_parallel.parameter_spec import LayerContext

@@ -11,7 +11,7 @@ from torch import Tensor
 from megalite.attention.positions import PositionInfo
 from megalite.config.presets import PRESETS
 from megalite.distributed.axes import MeshOptions
-from megalite.distributed.held_positions import HeldPositions
+from megalite.distributed.axis import HeldPositions
 from megalite.distributed.topology import Topology
 from megalite.observe.operator_log import Traffic, ring_bytes
 from tests.live_ranks import run_ranks

@@ -14,9 +14,9 @@ import torch
 from megalite.config import ParallelConfig
 from megalite.model.mlp import MLP
 from megalite.tensor_parallel import linear
+from megalite.tensor_parallel.gemm import MainGrad, WeightGradientStore, run_stored
 from megalite.tensor_parallel.gemm_collectives import SEPARATE
 from megalite.tensor_parallel.parameter_spec import LayerContext
-from megalite.tensor_parallel.weight_gradient_store import MainGrad, WeightGradientStore, run_stored
 from tests.live_ranks import run_ranks
 from tests.ranks.model.test_recompute import MODEL, MODES, B, H, S, gradients, live_elements
 from tests.ranks.tensor_parallel.test_linear import FORMS, PARTS, Cut, fill, full, gradients_of

@@ -15,7 +15,7 @@ import torch
 
 from megalite.config import ModelConfig, ParallelConfig, RecomputeConfig
 from megalite.data.batch.microbatch import Microbatch
-from megalite.tensor_parallel.weight_gradient_store import WeightGradientStore, run_stored
+from megalite.tensor_parallel.gemm import WeightGradientStore, run_stored
 from tests.live_bytes import LiveBytes
 from tests.live_ranks import run_ranks
 from tests.stages import build_stage

@@ -14,10 +14,10 @@ from megalite.distributed.overlap_slots import OverlapSlots
 from megalite.distributed.topology import Topology
 from megalite.model.experts import MixtureOfExperts, Router
 from megalite.pipeline.executor import Pipeline
-from megalite.pipeline.point_to_point import PointToPoint
+from megalite.pipeline.messages import PointToPoint
 from megalite.tensor_parallel.counter_random import initialize
+from megalite.tensor_parallel.gemm import WeightGradientStore
 from megalite.tensor_parallel.parameter_spec import LayerContext
-from megalite.tensor_parallel.weight_gradient_store import WeightGradientStore
 from tests.live_ranks import run_ranks
 
 CONFIG = replace(

@@ -22,9 +22,9 @@ from megalite.distributed.topology import Topology
 from megalite.observe.verify.layouts import Layout
 from megalite.tensor_parallel import fp8
 from megalite.tensor_parallel.fp8 import Fp8Settings, in_fp8
+from megalite.tensor_parallel.gemm import WeightGradientStore, run_stored
 from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megalite.tensor_parallel.parameter_spec import LayerContext, gather_full, spec_of
-from megalite.tensor_parallel.weight_gradient_store import WeightGradientStore, run_stored
 from megalite.train import model_chunks
 from megalite.train.trainer import start_trainer
 from tests.live_ranks import run_ranks

@@ -12,11 +12,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from megalite.config import ParallelConfig
+from megalite.tensor_parallel.gemm import MainGrad, WeightGradientStore, run_stored
 from megalite.tensor_parallel.gemm_collectives import SEPARATE, ChunkedCollectives, Overlap
 from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megalite.tensor_parallel.parameter_spec import LayerContext, gather_full, spec_of
 from megalite.tensor_parallel.vocab_parallel import VocabParallelEmbedding
-from megalite.tensor_parallel.weight_gradient_store import MainGrad, WeightGradientStore, run_stored
 from tests.live_ranks import run_ranks
 
 S, B, WIDTH, OUT = 8, 3, 8, 12

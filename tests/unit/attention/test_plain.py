@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor
 
-from megalite.attention.algebra import Block, MergedAttention, merge_
+from megalite.attention.kernels import Block, MergedAttention, merge_
 from megalite.attention.plain import Blocking, PlainKernel
 from megalite.config import ModelConfig
 from megalite.distributed.topology import Topology
 from megalite.kernels import CausalSoftmax
-from megalite.kernels.visible_keys import VisibleKeys
+from megalite.kernels.softmax import VisibleKeys
 from megalite.tensor_parallel.parameter_spec import LayerContext
 
 S, WINDOW = 192, 20

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import torch
 
-from megalite.attention.algebra import Block
 from megalite.attention.choice import build_core
 from megalite.attention.core import StageCore
-from megalite.attention.kernels import SdpaKernel
+from megalite.attention.kernels import Block, SdpaKernel
 from megalite.attention.ring import GatheredKeys
 from megalite.distributed.topology import Topology
 from megalite.kernels import CausalSoftmax, Drop, VisibleKeys

@@ -11,7 +11,7 @@ import torch
 from megalite.data.batch_loader import DocumentAssigner, document_lengths
 from megalite.data.document_ends import DocumentEnds
 from megalite.data.samples import GPTSamples, MockDataset, random_tokens
-from megalite.distributed.held_positions import HeldPositions
+from megalite.distributed.axis import HeldPositions
 
 EOD, S = 9, 48
 

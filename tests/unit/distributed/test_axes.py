@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megalite.config import ParallelConfig
 from megalite.distributed.axes import AXES, MODEL, AxisEntry, MeshOptions, MeshSpec, Slice
-from megalite.distributed.held_positions import HeldPositions
+from megalite.distributed.axis import HeldPositions
 from megalite.distributed.topology import Topology
 from megalite.observe.operator_log import CollectiveCall, Traffic
 from megalite.utils.errors import UserError

@@ -19,7 +19,7 @@ from megalite.distributed.topology import Topology
 from megalite.model import activation_offload
 from megalite.model.activation_offload import ActivationOffload, _SavedGroup
 from megalite.plan.rank_memory import host_activations, offloaded_bytes
-from megalite.tensor_parallel.weight_gradient_store import WeightGradientStore, run_stored
+from megalite.tensor_parallel.gemm import WeightGradientStore, run_stored
 from megalite.utils.errors import UserError
 from tests.live_bytes import LiveBytes
 from tests.stages import build_stage

@@ -33,10 +33,10 @@ from megalite.attention.plain import Blocking, PlainKernel
 from megalite.attention.positions import alibi_slopes
 from megalite.config import ModelConfig
 from megalite.config.parallel import CpCommType
-from megalite.distributed.held_positions import HeldPositions
+from megalite.distributed.axis import HeldPositions
 from megalite.distributed.topology import Topology
 from megalite.kernels import Drop, VisibleKeys, dropout, site_key
-from megalite.kernels.visible_keys import document_starts
+from megalite.kernels.softmax import document_starts
 from megalite.model.attention import Attention
 from megalite.tensor_parallel.parameter_spec import LayerContext
 from megalite.utils.errors import UserError

@@ -33,9 +33,9 @@ from megalite.model.activation_offload import ActivationOffload
 from megalite.model.compiled import check_compiler, compile_layers
 from megalite.model.stage import Stage
 from megalite.tensor_parallel import linear
+from megalite.tensor_parallel.gemm import MainGrad
 from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megalite.tensor_parallel.parameter_spec import LayerContext
-from megalite.tensor_parallel.weight_gradient_store import MainGrad
 from megalite.train.telemetry.metrics import CompileTime, compile_time
 from megalite.utils.errors import UserError
 from megalite.utils.wrapping import wrap_point, wrapped_names

@@ -13,9 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_layers import MtpModel
 
 from megalite.config import Config, DataConfig, ModelConfig, TrainingConfig, check_config
-from megalite.data.batch.layer_state import Terms, WithTerms, later_token
-from megalite.data.batch.microbatch import Microbatch
-from megalite.distributed.held_positions import HeldPositions
+from megalite.data.batch.microbatch import Microbatch, Terms, WithTerms, later_token
+from megalite.distributed.axis import HeldPositions
 from megalite.distributed.topology import Topology
 from megalite.frontends.huggingface.config import config_of
 from megalite.frontends.huggingface.families import family_of, from_hf, to_hf

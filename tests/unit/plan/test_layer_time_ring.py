@@ -9,7 +9,7 @@ import pytest
 from megalite.attention.ring import ring_steps, slices_of_ranks
 from megalite.config import Config, DataConfig, ParallelConfig
 from megalite.config.presets import PRESETS
-from megalite.distributed.held_positions import HeldPositions
+from megalite.distributed.axis import HeldPositions
 from megalite.observe.unit_record import AttentionCall
 from megalite.plan.layer_time import ring_slices
 from megalite.plan.planned_run import kernels_of

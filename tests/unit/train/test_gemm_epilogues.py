@@ -22,9 +22,9 @@ from megalite.config.validate import unused_options
 from megalite.distributed.topology import Topology
 from megalite.model.stage import Stage
 from megalite.tensor_parallel import linear
+from megalite.tensor_parallel.gemm import MainGrad
 from megalite.tensor_parallel.linear import ColumnParallelLinear
 from megalite.tensor_parallel.parameter_spec import LayerContext
-from megalite.tensor_parallel.weight_gradient_store import MainGrad
 from megalite.train import gemm_epilogues
 from megalite.train.gemm_epilogues import MARGIN, choose_gemm_epilogues
 from megalite.train.model_chunks import ChunkResources, build_chunks

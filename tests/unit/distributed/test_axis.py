@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megalite.distributed.axes import Slice
-from megalite.distributed.held_positions import HeldPositions
+from megalite.distributed.axis import HeldPositions
 
 
 @pytest.mark.parametrize("is_zigzag", [False, True])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megalite.optim.global_norm import BLOCKS, global_norm
+from megalite.optim.gradient_scale import BLOCKS, global_norm
 
 BLOCK = BLOCKS["cpu"]
 

@@ -13,7 +13,7 @@ from megalite.config import OptimizerConfig
 from megalite.config.optimizer import MAX_LOSS_SCALE
 from megalite.config.validate import problems_of
 from megalite.frontends.command_line import parse
-from megalite.optim.loss_scaler import LossScaler, build_loss_scaler
+from megalite.optim.gradient_scale import LossScaler, build_loss_scaler
 
 
 def course(scaler: LossScaler, overflows) -> list[float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from megalite.tensor_parallel.weight_gradient_store import WeightGradient, run_stored
+from megalite.tensor_parallel.gemm import WeightGradient, run_stored
 
 
 def test_a_sum_that_a_product_adds_to_joins_no_graph() -> None:
