@@ -32,7 +32,7 @@ from megalite.distributed.topology import Topology
 from megalite.kernels import Drop
 from megalite.model.stage import DTYPES
 from megalite.tensor_parallel.parameter_spec import LayerContext
-from megalite.utils.hardware import cpu
+from megalite.utils.hardware import process_settings
 
 SHAPES = (
     (128, 8, 16, 64),
@@ -138,7 +138,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
     parser.add_argument("--seq-lengths", nargs="+", type=int, help="of the shapes, only these")
     args = parser.parse_args()
-    cpu.keep_freed_memory()
+    process_settings.keep_freed_memory()
     with Topology.start(ParallelConfig(num_threads=args.threads).mesh, Launch(0, 1, 0, 1)) as topology:
         torch.set_num_threads(args.threads)
         print(f"torch {torch.__version__}, {args.threads} thread(s); times over sdpa's, smaller is faster")

@@ -26,7 +26,7 @@ from megalite.distributed.topology import Topology
 from megalite.model.experts import Router
 from megalite.train.callbacks.metrics_logging import begin_counts, end_counts, loads_of_layers
 from megalite.train.trainer import Trainer, start_trainer
-from megalite.utils.hardware import cpu
+from megalite.utils.hardware import process_settings
 from megalite.utils.log import log
 
 SHAPES = ((8, 2, 512), (64, 8, 128), (128, 8, 128))
@@ -96,7 +96,7 @@ def main() -> None:
     args = parser.parse_args()
     log.setLevel(logging.ERROR)
     with Topology.start(ParallelConfig().mesh, Launch.from_environment()) as topology:
-        cpu.limit_threads(1, 1)
+        process_settings.limit_threads(1, 1)
         for experts, topk, width in SHAPES:
             shares = shares_of(config_of(experts, topk, width), topology, args.rounds)
             print(

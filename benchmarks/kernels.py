@@ -24,7 +24,7 @@ from op_cases import Case, Outputs, cases
 from torch import Tensor
 
 from megalite import kernels
-from megalite.utils.hardware.cpu import keep_freed_memory
+from megalite.utils.hardware.process_settings import keep_freed_memory
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 KINDS = ("ours", "eager", "compile", "reference")

@@ -31,7 +31,7 @@ from megalite.model.experts import MixtureOfExperts, Router
 from megalite.model.mlp import MLP
 from megalite.tensor_parallel.counter_random import initialize
 from megalite.tensor_parallel.parameter_spec import LayerContext
-from megalite.utils.hardware import cpu
+from megalite.utils.hardware import process_settings
 
 SHAPES = (
     (2048, 512, 8, 2, 1024),
@@ -99,7 +99,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
     with Topology.start(ParallelConfig().mesh, Launch.from_environment()) as topology:
-        cpu.limit_threads(args.threads, 1)
+        process_settings.limit_threads(args.threads, 1)
         is_cuda = topology.device.type == "cuda"
         dtype = torch.bfloat16 if is_cuda else torch.float32
         clock = Clock(topology.device, by_process=args.threads == 1)

@@ -16,7 +16,7 @@ from megalite.config import Config
 from megalite.distributed.rendezvous import Launch
 from megalite.distributed.topology import Topology
 from megalite.train.telemetry.metrics import measure_memory
-from megalite.utils.hardware import cpu
+from megalite.utils.hardware import process_settings
 
 NUM_WARMUP = 3
 """Turns of each process that are not counted: memory is taken, and what is compiled is compiled."""
@@ -145,9 +145,9 @@ def one_rank(config: Config) -> Iterator[Topology]:
             yield topology
         return
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
-    cpu.limit_threads(parallel.num_threads, 1)
+    process_settings.limit_threads(parallel.num_threads, 1)
     if parallel.keep_freed_memory:
-        cpu.keep_freed_memory()
+        process_settings.keep_freed_memory()
     with Topology.fake(parallel.mesh, tp, 0, device) as topology:
         yield topology
 

@@ -17,8 +17,8 @@ from megalite.config.entry_point import run_rank as run_rank
 from megalite.data.batch.microbatch import LossTerm as LossTerm
 from megalite.data.batch.microbatch import Microbatch as Microbatch
 from megalite.data.batch.microbatch import WithTerms as WithTerms
+from megalite.data.blend import Epochs as Epochs
 from megalite.data.build_datasets import DatasetSplits as DatasetSplits
-from megalite.data.epochs import Epochs as Epochs
 from megalite.data.gpt_dataset import GPTDataset as GPTDataset
 from megalite.data.indexed_dataset import IndexedDataset as IndexedDataset
 from megalite.data.samples import FieldSamples as FieldSamples

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-from megalite.utils.hardware.cuda_environment import MPS_FOLDER, running_mps
+from megalite.utils.hardware.process_settings import MPS_FOLDER, running_mps
 
 LOG = "CUDA_MPS_LOG_DIRECTORY"
 PROGRAM = "nvidia-cuda-mps-control"

@@ -90,7 +90,7 @@ def rank_host(context: CheckContext) -> Iterator[RankHost | str]:
         return
     if context.nccl is not None:
         os.environ["LD_PRELOAD"] = str(context.nccl.resolve())
-    names = "from megalite.utils.hardware.cuda_environment import loaded_nccl, nccl_problem"
+    names = "from megalite.utils.hardware.process_settings import loaded_nccl, nccl_problem"
     question = f"{names}; print(loaded_nccl(), nccl_problem(), sep='|')"
     answer = run_python("-c", question).text.strip().splitlines()[-1]
     version, _, problem = answer.partition("|")

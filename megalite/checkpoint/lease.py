@@ -30,7 +30,7 @@ from pathlib import Path
 from megalite.checkpoint.folder import remove_leftovers
 from megalite.checkpoint.lease_files import MISSING, NAME, LeaseFiles, files_at
 from megalite.checkpoint.save_agreement import SaveError
-from megalite.distributed.store_barrier import wait_for_all
+from megalite.distributed.agreement import wait_for_all
 from megalite.distributed.topology import Topology
 from megalite.utils.errors import UserError, one_line
 from megalite.utils.files import parse_json

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
-from megalite.distributed.store_barrier import at_work, wait_for_key
+from megalite.distributed.agreement import at_work, wait_for_key
 from megalite.utils.errors import UserError
 
 if TYPE_CHECKING:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from megalite.config.fp8 import FP8_BLOCKS
 from megalite.config.option import (
     ABOVE_ONE,
     AT_LEAST_ONE,
@@ -24,6 +23,7 @@ from megalite.config.option import (
     Setting,
     option,
 )
+from megalite.config.training import FP8_BLOCKS
 from megalite.distributed.axes import AXES, CONTEXT, EXPERTS, MeshOptions, MeshSpec
 from megalite.pipeline.schedules import ScheduleName
 

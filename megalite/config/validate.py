@@ -12,7 +12,6 @@ from megalite.config.fields import MAX_INT, ConfigField, config_fields, declared
 from megalite.config.option import flag_of, flag_with_value
 from megalite.config.rules import (
     attention_rules,
-    data_rules,
     model_rules,
     parallel_rules,
     training_rules,
@@ -29,7 +28,7 @@ _MODULES = (
     model_rules,
     parallel_rules,
     training_rules,
-    data_rules,
+    training_rules,
 )
 _SPLIT = ("data_path", "data_args_path", "data_phases")
 """Fields of corpora that --split divides."""

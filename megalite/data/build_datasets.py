@@ -6,10 +6,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megalite.data.blend import MAX_DATASETS, BlendedDataset, normalized, num_samples_to_build
+from megalite.data.blend import (
+    MAX_DATASETS,
+    BlendedDataset,
+    Coverage,
+    OnePass,
+    log_coverage,
+    normalized,
+    num_samples_to_build,
+)
 from megalite.data.corpus_record import DataRecord
 from megalite.data.corpus_sources import SPLIT_NAMES, Blend, Sources
-from megalite.data.epochs import Coverage, OnePass, log_coverage
 from megalite.data.gpt_dataset import Dataset, verify_files
 from megalite.data.index_cache import IndexCache
 from megalite.data.indexed_dataset import IndexedDataset

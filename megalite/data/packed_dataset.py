@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megalite.data.batch.microbatch import Microbatch
-from megalite.data.epochs import Epochs
+from megalite.data.blend import Epochs
 from megalite.data.gpt_dataset import Dataset
 from megalite.data.index_cache import Arrays, CachedArrays, CacheKey, IndexCache, cached_arrays, digest_of
 from megalite.data.indexed_dataset import IndexedDataset

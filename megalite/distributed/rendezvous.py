@@ -13,8 +13,13 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore, rendezvous
 
-from megalite.distributed.agreement import REFUSED, RankRecord, check_agreement
-from megalite.distributed.store_barrier import name_of_start, wait_for_listener
+from megalite.distributed.agreement import (
+    REFUSED,
+    RankRecord,
+    check_agreement,
+    name_of_start,
+    wait_for_listener,
+)
 from megalite.utils.errors import UserError
 from megalite.utils.log import THIS_RANK, log
 

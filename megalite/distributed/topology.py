@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import Store
 from torch.distributed.device_mesh import DeviceMesh
 
-from megalite.distributed.agreement import RankRecord, check_agreement
+from megalite.distributed.agreement import RankRecord, at_work, check_agreement, wait_for_all
 from megalite.distributed.axes import MODEL, MeshOptions, MeshSpec
 from megalite.distributed.axis import (
     DEVICE,
@@ -38,10 +38,15 @@ from megalite.distributed.rendezvous import (
     refusal_reported,
     rendezvous_explained,
 )
-from megalite.distributed.store_barrier import at_work, wait_for_all
 from megalite.utils.errors import UserError
-from megalite.utils.hardware.cpu import keep_freed_memory, limit_threads, schedule_as_batch
-from megalite.utils.hardware.cuda_environment import check_nccl_shares_gpus, prepare_environment, settings_for
+from megalite.utils.hardware.process_settings import (
+    check_nccl_shares_gpus,
+    keep_freed_memory,
+    limit_threads,
+    prepare_environment,
+    schedule_as_batch,
+    settings_for,
+)
 from megalite.utils.torch_private import fake_backend_devices, fake_group
 
 

@@ -17,8 +17,8 @@ import torch
 
 from megalite.config import Config, ParallelConfig, RecomputeConfig, check_config
 from megalite.data.batch.microbatch import LM_LOSS, Microbatch, WithTerms
-from megalite.data.document_ends import DocumentEnds
 from megalite.data.indexed_dataset import IndexedDataset
+from megalite.data.samples import DocumentEnds
 from megalite.data.sharded_dataset import open_dataset
 from megalite.data.tokenizers.tokenizer import Tokenizer, configured_tokenizer
 from megalite.data.tokenizers.tokenizer_digest import end_of_document

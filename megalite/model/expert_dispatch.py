@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from megalite.distributed.axis import Axis
 from megalite.distributed.collectives import (
+    OverlapSlots,
     Pending,
     all_to_all,
     copy_to_tensor_parallel,
@@ -34,7 +35,6 @@ from megalite.distributed.collectives import (
     start_all_to_all,
     start_reduce_scatter,
 )
-from megalite.distributed.overlap_slots import OverlapSlots
 from megalite.kernels import copy_to_rows, sum_rows
 from megalite.model.grouped_linear import even_sizes
 from megalite.tensor_parallel.parameter_spec import LayerContext

@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from megalite.config import ModelConfig
-from megalite.config.fp8 import Fp8Options
 from megalite.config.parallel import KeyExchange
 from megalite.config.recompute import Module
+from megalite.config.training import Fp8Options
 from megalite.distributed.axes import MODEL
 
 EMBEDDING, HEAD = "embedding", "head"

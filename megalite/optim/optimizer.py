@@ -12,7 +12,7 @@ from megalite.config import OptimizerConfig, ParallelConfig
 from megalite.distributed.axis import Axis, observed
 from megalite.distributed.collectives import all_reduce, flat_all_gather
 from megalite.distributed.topology import Topology
-from megalite.optim.adamw import AdamW, BucketState, offloadable_kinds
+from megalite.optim.adamw import AdamW, BucketState, RoundedMoments, offloadable_kinds
 from megalite.optim.averaged_weights import AveragedWeights
 from megalite.optim.flat_buffers import Bucket, BucketEntry, make_buckets, overlap, parameter_kind
 from megalite.optim.gradient_buckets import (
@@ -26,7 +26,6 @@ from megalite.optim.gradient_scale import CountedShard, build_loss_scaler, globa
 from megalite.optim.muon import Muon
 from megalite.optim.offload import OptimizerOffload
 from megalite.optim.post_step_hooks import PostStepHook
-from megalite.optim.rounded_moments import RoundedMoments
 from megalite.optim.state_storage import StateSize
 from megalite.optim.weight_gathering import (
     ChunkModules,

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megalite.data.batch.microbatch import LossTerm, Terms, WithTerms, add_terms
-from megalite.distributed.overlap_slots import OverlapSlots
+from megalite.distributed.collectives import OverlapSlots
 from megalite.pipeline.messages import (
     Batch,
     Direction,

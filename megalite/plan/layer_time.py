@@ -398,7 +398,7 @@ def pair_savings(run: PlannedRun) -> PairSavings:
     """Return what pairs of actions save: messages of experts under the computation of another microbatch.
 
     In a schedule that overlaps actions, a forward and an input gradient run in turns, which change while rows
-    of experts are in flight (`megalite.distributed.overlap_slots`). The first layer with messages of one
+    of experts are in flight (`megalite.distributed.collectives`). The first layer with messages of one
     action runs beside the first one of the other, and so on. In other layers, the turns do not change.
     """
     if not hides_expert_messages(run.config):

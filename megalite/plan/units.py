@@ -9,9 +9,9 @@ from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 from megalite.config import ModelConfig
-from megalite.config.fp8 import Fp8Options
 from megalite.config.model.model_config import padded_vocab_size
 from megalite.config.parallel import KeyExchange
+from megalite.config.training import Fp8Options
 from megalite.observe.records import kinds_of_layers, unit_record
 from megalite.observe.unit_record import EMBEDDING, HEAD, AttentionCall, UnitKey, UnitRecord, WeightRecord
 

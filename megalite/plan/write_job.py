@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megalite.config import Config
 from megalite.config.config import LAYOUT_FIELDS
-from megalite.config.rules import data_rules
+from megalite.config.rules import training_rules
 from megalite.frontends.command_line import TRAINED_BY, parse
 from megalite.frontends.tool_parser import ToolParser, local_path, positive_int
 from megalite.plan.estimate import RunPlan, run_costs
@@ -192,7 +192,7 @@ def warnings(request: Request, plan: RunPlan, slurm: Slurm, config: Config) -> I
     yield from run_warnings(request, plan, config)
     if not config.data.mock_data and not config.data.corpus_options():
         yield "--data-path is not set: pass it after the script's name when you submit the script"
-    for problem in data_rules.tokenizer(config, None):
+    for problem in training_rules.tokenizer(config, None):
         yield f"{problem.text}, here or after the script's name when you submit the script"
     days = run_costs(plan, request.costs).get("days")
     if days is not None and usable > 0 and days * 86400 > usable:
@@ -250,7 +250,7 @@ def _kubernetes(own: argparse.Namespace, gpus_per_node: int, config: Config) -> 
             raise UserError(f"--{name} is for Slurm: remove it, or remove --kubernetes")
     if not config.data.mock_data and not config.data.corpus_options():
         raise UserError("--data-path is missing: pass corpora in a --volume, or --mock-data")
-    for problem in data_rules.tokenizer(config, None):
+    for problem in training_rules.tokenizer(config, None):
         raise UserError(problem.text)
     cpus = own.cpus_per_task or CPUS_PER_GPU * gpus_per_node
     job = Kubernetes(

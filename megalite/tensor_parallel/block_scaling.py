@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megalite.config.fp8 import FP8_BLOCKS
+from megalite.config.training import FP8_BLOCKS
 from megalite.kernels.library import like_first, one_operator
 from megalite.tensor_parallel.fp8 import DTYPES, E2M1, Fp8Settings
 from megalite.tensor_parallel.gemm import RoundedGemm

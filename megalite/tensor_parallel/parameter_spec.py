@@ -21,7 +21,7 @@ from megalite.config.parallel import (
 from megalite.data.batch.microbatch import AssignedSamples, SampleNumbers
 from megalite.distributed.axes import CONTEXT, EXPERTS, Slice
 from megalite.distributed.axis import Axis, AxisSet, cut_ranges, range_positions
-from megalite.distributed.overlap_slots import OverlapSlots
+from megalite.distributed.collectives import OverlapSlots
 from megalite.distributed.topology import Topology
 from megalite.tensor_parallel.fp8 import Fp8Settings
 from megalite.tensor_parallel.gemm import WeightGradientStore

@@ -17,7 +17,7 @@ from megalite.data.batch.microbatch import (
     later_token,
 )
 from megalite.data.batch_loader import BatchLoader
-from megalite.data.epochs import OnePass
+from megalite.data.blend import OnePass
 from megalite.data.gpt_dataset import Dataset
 from megalite.distributed.collectives import all_reduce
 from megalite.distributed.topology import Topology

@@ -24,7 +24,6 @@ from megalite.data.build_datasets import (
 )
 from megalite.data.corpus_record import CorpusIdentity, DataRecord
 from megalite.data.corpus_sources import SPLIT_NAMES, Sources, find_sources
-from megalite.data.document_ends import DocumentEnds
 from megalite.data.fill_in_middle import FillInMiddle, FillInMiddleDataset, find_marks
 from megalite.data.gpt_dataset import Dataset, GatherDataset
 from megalite.data.index_cache import IndexCache
@@ -32,7 +31,7 @@ from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.loss_mask import LossMask, has_loss_mask
 from megalite.data.mixture import MixtureDataset
 from megalite.data.packed_dataset import PackedSamples, PackingOptions
-from megalite.data.samples import CheckedDataset, FieldSamples, GPTSamples, Samples
+from megalite.data.samples import CheckedDataset, DocumentEnds, FieldSamples, GPTSamples, Samples
 from megalite.data.storage import CACHE_BYTES
 from megalite.data.tokenizers.tokenizer import Tokenizer, configured_tokenizer
 from megalite.data.tokenizers.tokenizer_digest import check_tokenizer

@@ -17,10 +17,10 @@ from megalite.checkpoint.progress import CallbackStates
 from megalite.checkpoint.stored_run import StoredRun
 from megalite.config import CheckpointConfig, Config, OptimizerConfig, ParallelConfig, check_config, to_yaml
 from megalite.config.fields import config_fields
-from megalite.config.fp8 import EXPERT_NOTES
 from megalite.config.model.model_config import padded_vocab_size
 from megalite.config.model_flops import CONVENTION
 from megalite.config.option import flag_of
+from megalite.config.training import EXPERT_NOTES
 from megalite.distributed.agreement import code_record
 from megalite.distributed.collectives import largest_of_all
 from megalite.distributed.rendezvous import Launch
@@ -33,8 +33,7 @@ from megalite.train.stopping import RequeueNote, StopSignals, stop_signals
 from megalite.train.telemetry.writers import Writers
 from megalite.train.trainer import Trainer
 from megalite.utils.errors import UserError, counted
-from megalite.utils.hardware.cpu import bind_to_gpu
-from megalite.utils.hardware.cuda_environment import describe, describe_sharing, settings_for
+from megalite.utils.hardware.process_settings import bind_to_gpu, describe, describe_sharing, settings_for
 from megalite.utils.log import configure_logging, log, log_notes
 from megalite.utils.object_store import is_s3
 from megalite.utils.torch_versions import untested_warning

@@ -10,8 +10,7 @@ import numpy.typing as npt
 
 from megalite.config import Config, ParallelConfig, check_config
 from megalite.data.bert_dataset import BertDataset
-from megalite.data.blend import BlendedDataset
-from megalite.data.epochs import Epochs
+from megalite.data.blend import BlendedDataset, Epochs
 from megalite.data.fill_in_middle import FillInMiddleDataset
 from megalite.data.gpt_dataset import Dataset, GPTDataset
 from megalite.data.mixture import MixtureDataset

@@ -18,7 +18,7 @@ from megalite.kernels.flash_attention import has_triton
 from megalite.observe.verify.compare_runs import TOLERANCES, compare
 from megalite.observe.verify.layouts import Layout
 from megalite.observe.verify.record_run import RunRecord, record_run
-from megalite.utils.hardware.cuda_environment import nccl_problem
+from megalite.utils.hardware.process_settings import nccl_problem
 
 pytestmark = [
     pytest.mark.gpu,

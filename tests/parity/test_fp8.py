@@ -11,8 +11,8 @@ from dataclasses import replace
 import pytest
 
 from megalite.config import Config
-from megalite.config.fp8 import Fp8Recipe
 from megalite.config.presets import PRESETS
+from megalite.config.training import Fp8Recipe
 from megalite.observe.verify.compare_runs import TOLERANCES, compare
 from megalite.observe.verify.layouts import Layout
 from megalite.observe.verify.record_run import RunRecord

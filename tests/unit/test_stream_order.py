@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megalite.checkpoint.host_copy import HostCopy
+from megalite.checkpoint.saver import HostCopy
 from megalite.checkpoint.tensor_files import FilePiece
 from megalite.config import ModelConfig, OptimizerConfig, ParallelConfig, RecomputeConfig
 from megalite.data.batch.microbatch import Microbatch
@@ -342,7 +342,7 @@ SCENARIOS: dict[str, Callable[[], object]] = {
     "host link": measure_host_link,
 }
 COVERED = {
-    "megalite/checkpoint/host_copy.py": ("zero 1",),
+    "megalite/checkpoint/saver.py": ("zero 1",),
     "megalite/distributed/collectives.py": ("rows of experts",),
     "megalite/utils/hardware/host_memory.py": ("activations", "zero 1"),
     "megalite/data/batch/microbatch.py": ("activations",),
@@ -421,17 +421,17 @@ RACES = {
     ),
     "weights are saved before they are computed": (
         *(HostCopy, "_copy_on", "stream.wait_stream(torch.cuda.current_stream(self._device))", "pass"),
-        *("zero 3", "device memory .* read by copy_.*host_copy.py"),
+        *("zero 3", "device memory .* read by copy_.*saver.py"),
     ),
     "weights are updated while they are saved": (
         *(HostCopy, "protect", "torch.cuda.current_stream(self._device).wait_event(self._done)", "pass"),
-        *("zero 1", "are written by .*adamw.* without waiting until they are read by copy_.*host_copy.py"),
+        *("zero 1", "are written by .*adamw.* without waiting until they are read by copy_.*saver.py"),
     ),
     "a file is written before the copy has ended": (
         *(HostCopy, "fill", "self._done.synchronize()", "pass"),
         *(
             "zero 1",
-            "pinned memory .* are read by .*on host thread ThreadPool.*written by copy_.*host_copy.py",
+            "pinned memory .* are read by .*on host thread ThreadPool.*written by copy_.*saver.py",
         ),
     ),
     "a scalar is read before it has arrived": (

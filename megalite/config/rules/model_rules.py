@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 from megalite.config.config import Config
 from megalite.config.data import TOKENIZER_FIELDS, WORD_PIECE_TOKENIZERS
-from megalite.config.fp8 import FP8_BLOCKS
 from megalite.config.model.attention import LatentSpec
 from megalite.config.model.transformer import NUM_BERT_SPECIAL
 from megalite.config.option import flag_of, flag_with_value
 from megalite.config.rules import divisors_near, not_divisible
 from megalite.config.rules.attention_rules import groups_name, head_name
+from megalite.config.training import FP8_BLOCKS
 from megalite.utils.errors import Problem
 
 MIN_BERT_LENGTH = 8

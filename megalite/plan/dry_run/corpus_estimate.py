@@ -9,9 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megalite.config import Config
-from megalite.data.blend import normalized, num_samples_to_build
+from megalite.data.blend import Coverage, normalized, num_samples_to_build
 from megalite.data.corpus_sources import SPLIT_NAMES, Blend, find_sources
-from megalite.data.epochs import Coverage
 from megalite.data.gpt_dataset import index_bytes, plan_epochs
 from megalite.data.sharded_dataset import corpus_lengths
 from megalite.train.run_context import num_samples_of

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megalite.config import ParallelConfig
 from megalite.config.presets import PRESETS
-from megalite.distributed.overlap_slots import OverlapSlots
+from megalite.distributed.collectives import OverlapSlots
 from megalite.distributed.topology import Topology
 from megalite.model.experts import MixtureOfExperts, Router
 from megalite.pipeline.executor import Pipeline

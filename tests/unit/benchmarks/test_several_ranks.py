@@ -17,8 +17,8 @@ from benchmarks.gpu_check.layout_rows import FIRST, Row, all_rows
 from benchmarks.gpu_check.mps import LOG, PROGRAM, Mps
 from benchmarks.gpu_check.runner import CheckContext
 from benchmarks.gpu_check.several_ranks import rank_host
-from megalite.utils.hardware import cuda_environment
-from megalite.utils.hardware.cuda_environment import MPS_FOLDER
+from megalite.utils.hardware import process_settings
+from megalite.utils.hardware.process_settings import MPS_FOLDER
 from tests.covering import by_new_pairs
 from tests.parity.test_layout_table import CORE, ROWS
 
@@ -46,7 +46,7 @@ rm {tmp_path}/ready
 """)
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
-    monkeypatch.setattr(cuda_environment, "DEFAULT_MPS_FOLDER", tmp_path / "nvidia-mps")
+    monkeypatch.setattr(process_settings, "DEFAULT_MPS_FOLDER", tmp_path / "nvidia-mps")
     monkeypatch.setattr(mps.tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.setattr(mps, "SECONDS_TO_END", 0.2)
     for name in (MPS_FOLDER, LOG):

@@ -22,10 +22,9 @@ from megalite.data.batch_loader import (
     reads_data,
 )
 from megalite.data.build_datasets import DatasetSplits, NamedDataset
-from megalite.data.document_ends import DocumentEnds
 from megalite.data.gpt_dataset import GPTDataset
 from megalite.data.indexed_dataset import IndexedDataset
-from megalite.data.samples import GPTSamples
+from megalite.data.samples import DocumentEnds, GPTSamples
 from megalite.distributed.topology import Topology
 from megalite.train.run_context import UnreadDataset, datasets_on_every_stage
 from megalite.utils.errors import UserError

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from megalite.data.batch_loader import DocumentAssigner, document_lengths
-from megalite.data.document_ends import DocumentEnds
-from megalite.data.samples import GPTSamples, MockDataset, random_tokens
+from megalite.data.samples import DocumentEnds, GPTSamples, MockDataset, random_tokens
 from megalite.distributed.axis import HeldPositions
 
 EOD, S = 9, 48

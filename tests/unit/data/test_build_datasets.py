@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from megalite.config import DataConfig
-from megalite.data.blend import BlendedDataset
+from megalite.data.blend import BlendedDataset, Coverage
 from megalite.data.build_datasets import BuildOptions, num_samples_per_split
 from megalite.data.corpus_sources import find_sources, parse_split
-from megalite.data.epochs import Coverage
 from megalite.data.gpt_dataset import GPTDataset
 from megalite.data.samples import GPTSamples
 from megalite.utils.errors import UserError

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megalite.data.epochs import Epochs
+from megalite.data.blend import Epochs
 from megalite.data.index_cache import IndexCache
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.packed_dataset import PackedDataset, PackingOptions, sequences_row

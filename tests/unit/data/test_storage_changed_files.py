@@ -13,11 +13,9 @@ import numpy as np
 import pytest
 
 from megalite.data import _index_builder, storage
-from megalite.data.bert_dataset import BertDataset, BertOptions
-from megalite.data.bert_masking import WordPieces
-from megalite.data.blend import BlendedDataset
+from megalite.data.bert_dataset import BertDataset, BertOptions, WordPieces
+from megalite.data.blend import BlendedDataset, Epochs
 from megalite.data.build_datasets import DatasetSplits, NamedDataset
-from megalite.data.epochs import Epochs
 from megalite.data.fill_in_middle import FillInMiddle, FillInMiddleDataset
 from megalite.data.gpt_dataset import GPTDataset
 from megalite.data.index_cache import IndexCache

@@ -21,7 +21,7 @@ from megalite.distributed.rendezvous import Launch
 from megalite.distributed.topology import Topology
 from megalite.train.rank_training import _refuse_several_ranks
 from megalite.utils.errors import UserError
-from megalite.utils.hardware import cuda_environment
+from megalite.utils.hardware import process_settings
 from tests.programs import free_port
 
 WORLD = {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
@@ -220,14 +220,14 @@ def test_ranks_share_gpus_over_an_nccl_that_allows_it(monkeypatch):
     pretend_gpus(monkeypatch, 2, "")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     options = ParallelConfig(ranks_share_gpus=True).mesh
-    monkeypatch.setattr(cuda_environment, "loaded_nccl", lambda: (2, 28, 9))
+    monkeypatch.setattr(process_settings, "loaded_nccl", lambda: (2, 28, 9))
     assert topology._pick_device(options, Launch(1, 2, 1, 2)) == torch.device("cuda", 1)
     with pytest.raises(
         UserError, match=r"NCCL 2.30 or later, .* NCCL 2.28.9: type pip .*nvidia-nccl-cu13"
     ) as error:
         topology._pick_device(options, Launch(2, 5, 2, 5))
     assert "\n" not in str(error.value)
-    monkeypatch.setattr(cuda_environment, "loaded_nccl", lambda: (2, 30, 3))
+    monkeypatch.setattr(process_settings, "loaded_nccl", lambda: (2, 30, 3))
     ranks = [topology._pick_device(options, Launch(rank, 5, rank, 5)) for rank in range(5)]
     assert [device.index for device in ranks] == [0, 1, 0, 1, 0]
 

@@ -19,7 +19,7 @@ from megalite.config import (
     RecomputeConfig,
     TrainingConfig,
 )
-from megalite.config.fp8 import Fp8Recipe
+from megalite.config.training import Fp8Recipe
 from megalite.distributed.topology import Topology
 from megalite.kernels import dropout
 from megalite.plan import rank_plan

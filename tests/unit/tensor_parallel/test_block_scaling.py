@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megalite.config import TrainingConfig
-from megalite.config.fp8 import FP8_BLOCKS
+from megalite.config.training import FP8_BLOCKS
 from megalite.distributed.topology import Topology
 from megalite.tensor_parallel.block_scaling import round_in_blocks
 from megalite.tensor_parallel.fp8 import E4M3, E5M2, Fp8Settings, Fp8Weights, check_device

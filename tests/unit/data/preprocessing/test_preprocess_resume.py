@@ -17,9 +17,8 @@ from pathlib import Path
 import pytest
 
 from megalite.data.preprocessing import input_plan as plan_module
-from megalite.data.preprocessing import ledger as ledger_module
-from megalite.data.preprocessing.ledger import Ledger
-from megalite.data.preprocessing.preprocess import PreprocessingProgress, PreprocessJob, preprocess
+from megalite.data.preprocessing import preprocess as ledger_module
+from megalite.data.preprocessing.preprocess import Ledger, PreprocessingProgress, PreprocessJob, preprocess
 from megalite.data.preprocessing.shards import ShardWriter
 from megalite.utils.errors import UserError
 

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from megalite.distributed import store_barrier
+from megalite.distributed import agreement
 
 
 class FakeTime:
@@ -32,35 +32,35 @@ class FakeTime:
 
 def test_nobody_at_work_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = FakeTime(lambda now: None)
-    monkeypatch.setattr(store_barrier, "time", clock)
-    store_barrier.wait_for_all(dist.HashStore(), 2)  # type: ignore[attr-defined]
-    silence = store_barrier._SILENCE_SECONDS
-    assert silence < clock.now <= silence + 2 * store_barrier._MAX_POLL_SECONDS
+    monkeypatch.setattr(agreement, "time", clock)
+    agreement.wait_for_all(dist.HashStore(), 2)  # type: ignore[attr-defined]
+    silence = agreement._SILENCE_SECONDS
+    assert silence < clock.now <= silence + 2 * agreement._MAX_POLL_SECONDS
 
 
 def test_one_at_work_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()  # type: ignore[attr-defined]
-    silence = store_barrier._SILENCE_SECONDS
+    silence = agreement._SILENCE_SECONDS
 
     def work(now: float) -> None:
         if now < 10 * silence:
-            store.add(store_barrier._BEATS, 1)
+            store.add(agreement._BEATS, 1)
 
     clock = FakeTime(work)
-    monkeypatch.setattr(store_barrier, "time", clock)
-    assert not store_barrier.wait_for_key(store, "arrives never")
-    assert 11 * silence <= clock.now <= 11 * silence + 3 * store_barrier._MAX_POLL_SECONDS
+    monkeypatch.setattr(agreement, "time", clock)
+    assert not agreement.wait_for_key(store, "arrives never")
+    assert 11 * silence <= clock.now <= 11 * silence + 3 * agreement._MAX_POLL_SECONDS
 
 
 def test_one_at_work_beats(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_barrier, "_BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(agreement, "_BEAT_SECONDS", 0.01)
     store = dist.HashStore()  # type: ignore[attr-defined]
-    with store_barrier.at_work(store):
-        while store.add(store_barrier._BEATS, 0) < 3:  # a thread that never beats hangs the test
+    with agreement.at_work(store):
+        while store.add(agreement._BEATS, 0) < 3:  # a thread that never beats hangs the test
             time.sleep(0.01)
-    number = store.add(store_barrier._BEATS, 0)
+    number = store.add(agreement._BEATS, 0)
     time.sleep(0.1)
-    assert store.add(store_barrier._BEATS, 0) == number
+    assert store.add(agreement._BEATS, 0) == number
 
 
 def test_all_meet_each_time() -> None:
@@ -71,7 +71,7 @@ def test_all_meet_each_time() -> None:
     def meet(rank: int) -> None:
         for number in range(1, 21):
             arrived[rank] = number
-            store_barrier.wait_for_all(store, 2)
+            agreement.wait_for_all(store, 2)
             assert arrived[1 - rank] >= number
 
     with ThreadPoolExecutor(2) as pool:
@@ -79,7 +79,7 @@ def test_all_meet_each_time() -> None:
 
 
 def test_no_thread_is_left_and_an_error_passes() -> None:
-    with pytest.raises(ValueError, match="of the block"), store_barrier.at_work(dist.HashStore()):  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="of the block"), agreement.at_work(dist.HashStore()):  # type: ignore[attr-defined]
         raise ValueError("of the block")
     assert not [thread for thread in threading.enumerate() if thread.name == "at-work"]
 
@@ -90,7 +90,7 @@ def _names(store: dist.Store, world_size: int, seconds: float = 30.0) -> list[st
 
     def come(rank: int) -> None:
         try:
-            names[rank] = store_barrier.name_of_start(store, rank, world_size, seconds)
+            names[rank] = agreement.name_of_start(store, rank, world_size, seconds)
         except TimeoutError as error:
             names[rank] = str(error)
 
@@ -112,7 +112,7 @@ def test_a_start_shares_a_name_that_no_earlier_one_had() -> None:
 def test_a_start_that_came_half_way_leaves_nothing_that_counts() -> None:
     store = dist.HashStore()  # type: ignore[attr-defined]
     with pytest.raises(TimeoutError, match="rank 0 did not answer"):
-        store_barrier.name_of_start(store, 2, 3, 0.05)
+        agreement.name_of_start(store, 2, 3, 0.05)
     with pytest.raises(TimeoutError, match="2 ranks were expected"):
-        store_barrier.name_of_start(store, 0, 3, 0.05)
+        agreement.name_of_start(store, 0, 3, 0.05)
     assert len(set(_names(store, 3))) == 1

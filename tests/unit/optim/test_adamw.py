@@ -10,7 +10,7 @@ from megalite.config import OptimizerConfig, ParallelConfig
 from megalite.kernels import site_key
 from megalite.kernels.moments import reference
 from megalite.kernels.philox import signed64
-from megalite.optim import rounded_moments
+from megalite.optim import adamw
 from megalite.optim.optimizer import Optimizer
 
 FP8 = OptimizerConfig(exp_avg_dtype="fp8", exp_avg_sq_dtype="bf16", clip_grad=0.0, weight_decay=0.3)
@@ -106,7 +106,7 @@ def test_moments_of_a_parameter_have_three_bytes(make_parameter, topology) -> No
 def test_short_ranges_change_nothing(make_parameter, topology, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for size in (1 << 22, 64):
-        monkeypatch.setattr(rounded_moments, "RANGE_SIZE", size)
+        monkeypatch.setattr(adamw, "RANGE_SIZE", size)
         optimizer = optimizer_of(make_parameter, topology, FP8)
         for number in (1, 2):
             step(optimizer, gradients(number))

@@ -11,7 +11,7 @@ from megalite.config import ParallelConfig
 from megalite.distributed.axes import MeshOptions
 from megalite.distributed.rendezvous import Launch
 from megalite.distributed.topology import Topology
-from megalite.utils.hardware import cuda_environment
+from megalite.utils.hardware import process_settings
 
 VARIABLES = (
     *("CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"),
@@ -36,29 +36,29 @@ def found() -> dict[str, str]:
     ("tp", "zero_stage", "one_connection"), [(1, 0, False), (2, 0, True), (8, 2, True), (2, 3, False)]
 )
 def test_by_layout(tp: int, zero_stage: int, one_connection: bool) -> None:
-    settings = cuda_environment.settings_for(MeshOptions(zero_stage=zero_stage), tp)
-    cuda_environment.prepare_environment(settings)
+    settings = process_settings.settings_for(MeshOptions(zero_stage=zero_stage), tp)
+    process_settings.prepare_environment(settings)
     expected = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     assert found() == expected | ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if one_connection else {})
-    told = cuda_environment.describe(settings)
+    told = process_settings.describe(settings)
     assert "PYTORCH_ALLOC_CONF=expandable_segments:True (freed memory" in told
     assert ("CUDA_DEVICE_MAX_CONNECTIONS=1 (tensor-parallel" in told) is one_connection
     assert "set by the user" not in told
 
 
 def test_symmetric_memory_needs_several_connections() -> None:
-    cuda_environment.prepare_environment(
-        cuda_environment.settings_for(MeshOptions(requests_symmetric_memory=True), 8)
+    process_settings.prepare_environment(
+        process_settings.settings_for(MeshOptions(requests_symmetric_memory=True), 8)
     )
     assert found() == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 
 def test_ranks_that_share_a_gpu_are_allowed_to(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_MAX_CTAS", "4")
-    settings = cuda_environment.settings_for(MeshOptions(ranks_share_gpus=True), 1)
-    cuda_environment.prepare_environment(settings)
+    settings = process_settings.settings_for(MeshOptions(ranks_share_gpus=True), 1)
+    process_settings.prepare_environment(settings)
     assert (os.environ["NCCL_MULTI_RANK_GPU_ENABLE"], os.environ["NCCL_MAX_CTAS"]) == ("1", "4")
-    assert "NCCL_MAX_CTAS=4 (set by the user)" in cuda_environment.describe(settings)
+    assert "NCCL_MAX_CTAS=4 (set by the user)" in process_settings.describe(settings)
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
@@ -66,18 +66,18 @@ def test_what_the_user_has_set_stays(name: str, monkeypatch: pytest.MonkeyPatch)
     given = {name: "max_split_size_mb:512", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
     for variable, value in given.items():
         monkeypatch.setenv(variable, value)
-    settings = cuda_environment.settings_for(MeshOptions(), 8)
-    cuda_environment.prepare_environment(settings)
+    settings = process_settings.settings_for(MeshOptions(), 8)
+    process_settings.prepare_environment(settings)
     assert found() == given
     expected = (
         f"{name}=max_split_size_mb:512 (set by the user), CUDA_DEVICE_MAX_CONNECTIONS=32 (set by the user)"
     )
-    assert cuda_environment.describe(settings) == expected
+    assert process_settings.describe(settings) == expected
 
 
 def test_without_cuda_nothing_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", None)
-    cuda_environment.prepare_environment(cuda_environment.settings_for(MeshOptions(), 8))
+    process_settings.prepare_environment(process_settings.settings_for(MeshOptions(), 8))
     assert found() == {}
 
 

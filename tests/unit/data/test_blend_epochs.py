@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from megalite.data.epochs import Epochs, OnePass
+from megalite.data.blend import Epochs, OnePass
 
 
 class _Numbers:

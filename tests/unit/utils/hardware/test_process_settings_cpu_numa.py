@@ -13,7 +13,7 @@ import torch
 
 from megalite.config import ParallelConfig
 from megalite.train import setup
-from megalite.utils.hardware import cpu
+from megalite.utils.hardware import process_settings
 
 ADDRESS = "0001:dc:00.0"
 DEVICE = torch.device("cuda", 0)
@@ -52,7 +52,7 @@ def test_a_rank_is_bound_to_the_cores_of_its_gpu(
     tmp_path: Path, bound: list[set[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "listdir", lambda folder: {"/proc/self/task": ["7", "8", "9"]}[folder])
-    found = cpu.bind_to_gpu(DEVICE, machine(tmp_path, TWO, "1"))
+    found = process_settings.bind_to_gpu(DEVICE, machine(tmp_path, TWO, "1"))
     assert found == f"the 4 cores of NUMA node 1, which has the GPU at {ADDRESS}"
     assert bound == [{2, 3, 6, 7}] * 3
 
@@ -72,7 +72,7 @@ def test_a_rank_is_bound_to_the_cores_of_its_gpu(
 def test_a_rank_is_left_alone(
     tmp_path: Path, bound: list[set[int]], nodes: dict[int, str], node_of_gpu: str | None, reason: str
 ) -> None:
-    assert reason in cpu.bind_to_gpu(DEVICE, machine(tmp_path, nodes, node_of_gpu))
+    assert reason in process_settings.bind_to_gpu(DEVICE, machine(tmp_path, nodes, node_of_gpu))
     assert bound == []
 
 

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from megalite.data.batch.microbatch import Microbatch
 from megalite.data.build_datasets import build_mock_datasets
-from megalite.data.document_ends import DocumentEnds, check_ends
 from megalite.data.indexed_dataset import IndexedDataset
-from megalite.data.samples import GPTSamples
+from megalite.data.samples import DocumentEnds, GPTSamples, check_ends
 from megalite.utils.errors import UserError
 
 EOD = 3

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from megalite.utils.hardware.cpu import schedule_as_batch
+from megalite.utils.hardware.process_settings import schedule_as_batch
 
 
 def _policy_after(policy: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megalite.distributed.overlap_slots import OverlapSlots
+from megalite.distributed.collectives import OverlapSlots
 
 CPU = torch.device("cpu")
 
