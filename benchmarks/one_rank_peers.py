@@ -22,8 +22,7 @@ from turns import LeftOutError, Work
 from megalite.config import Config, ModelConfig
 from megalite.data.batch_loader import microbatch_samples
 from megalite.distributed.topology import Topology
-from megalite.frontends.huggingface.config import hf_config_of
-from megalite.frontends.huggingface.families import to_hf
+from megalite.frontends.huggingface.families import hf_config_of, to_hf
 from megalite.train.model_chunks import build_chunks, named_parameters
 from megalite.train.run_context import build_data, resolve_run
 from megalite.train.trainer import start_trainer

@@ -18,7 +18,7 @@ from megalite.distributed.axis import Axis
 from megalite.kernels import activations, cross_entropy, dropout_add, norm, rotary, token_rows
 from megalite.kernels.dropout import reference as dropout_reference
 from megalite.kernels.library import is_eager
-from megalite.model.chunked_recurrence import chunked_recurrence
+from megalite.model.recurrent_mixer import chunked_recurrence
 from megalite.tensor_parallel.vocab_parallel import vocab_parallel_cross_entropy
 
 P, KEY, EPSILON = 0.1, kernels.site_key(1, "benchmark"), 1e-5

@@ -24,7 +24,7 @@ from megalite.data.corpus_record import (
     reordered_corpora,
     samples_lost_and_repeated,
 )
-from megalite.data.tokenizers.tokenizer_digest import digest_of
+from megalite.data.tokenizers.tokenizer import digest_of
 from megalite.distributed.topology import Topology
 from megalite.utils.errors import UserError
 

@@ -17,7 +17,7 @@ import importlib.util
 import json
 from collections.abc import Iterator, Sequence
 
-from megalite.data.tokenizers.tokenizer_digest import check_tokenizer
+from megalite.data.tokenizers.tokenizer import check_tokenizer
 from megalite.distributed.topology import Topology
 from megalite.frontends.tool_parser import ToolParser, local_path, positive_int
 from megalite.generate.evaluate_text import (

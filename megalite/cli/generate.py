@@ -21,9 +21,8 @@ from collections.abc import Sequence
 from megalite.attention.cache import CachedCore
 from megalite.distributed.topology import Topology
 from megalite.frontends.tool_parser import ToolParser, positive_int
-from megalite.generate.generator import CompletionWriter, Generator, Prompt
+from megalite.generate.generator import CompletionWriter, Generator, Prompt, Sampler, Sampling
 from megalite.generate.prompts import as_questions, from_first_rank, prompts_of, read_prompts
-from megalite.generate.sampling import Sampler, Sampling
 from megalite.generate.trained_model import (
     ModelFlags,
     load_model,

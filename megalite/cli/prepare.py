@@ -20,7 +20,7 @@ from megalite.data.prepare.plan import PASSES, CorpusJob, make_plan, read_corpus
 from megalite.data.prepare.prepare import check_earlier, find_report, finish, run_pass, start
 from megalite.data.preprocessing.preprocess import num_cores
 from megalite.frontends.tool_parser import ToolParser, positive_int
-from megalite.observe.report.corpus_page import corpus_page
+from megalite.observe.report.page import corpus_page
 from megalite.utils.errors import ConfigError, UserError, counted
 from megalite.utils.files import write_output
 from megalite.utils.log import ProgressLine, log

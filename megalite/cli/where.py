@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megalite.data.prepare.sources import find_source
+from megalite.data.prepare.report import find_source
 from megalite.data.tokenizers.tokenizer import Tokenizer, configured_tokenizer
 from megalite.frontends.command_line import parse
 from megalite.frontends.tool_parser import ToolParser

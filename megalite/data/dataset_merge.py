@@ -29,7 +29,7 @@ from megalite.data.sharded_dataset import (
     list_path,
     open_dataset,
 )
-from megalite.data.tokenizers.tokenizer_digest import (
+from megalite.data.tokenizers.tokenizer import (
     copy_tokenizer_digest,
     digest_path,
     read_tokenizer_digest,

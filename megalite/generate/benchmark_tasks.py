@@ -31,8 +31,7 @@ from megalite.data.tokenizers.tokenizer import Tokenizer
 from megalite.distributed.axis import Axis
 from megalite.distributed.collectives import all_gather_from
 from megalite.distributed.topology import Topology
-from megalite.generate.generator import Generator, Prompt, text_of
-from megalite.generate.sampling import Sampler, Sampling
+from megalite.generate.generator import Generator, Prompt, Sampler, Sampling, text_of
 from megalite.generate.trained_model import TrainedModel, load_model, stop_token
 from megalite.utils.errors import UserError
 

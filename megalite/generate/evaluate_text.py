@@ -20,8 +20,7 @@ from megalite.data.batch.microbatch import LM_LOSS, Microbatch, WithTerms
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.samples import DocumentEnds
 from megalite.data.sharded_dataset import open_dataset
-from megalite.data.tokenizers.tokenizer import Tokenizer, configured_tokenizer
-from megalite.data.tokenizers.tokenizer_digest import end_of_document
+from megalite.data.tokenizers.tokenizer import Tokenizer, configured_tokenizer, end_of_document
 from megalite.distributed.collectives import all_reduce
 from megalite.distributed.topology import Topology
 from megalite.generate.generator import broadcast_from_last, run_in_order

@@ -23,8 +23,14 @@ from megalite.checkpoint.tensor_files import read_tensors
 from megalite.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainingConfig, check_config
 from megalite.config.option import flag_of
 from megalite.config.stage_layers import even_partition, layers_of_stages
-from megalite.data.tokenizers.tokenizer import TOKENIZER_TYPES, NullTokenizer, Tokenizer, configured_tokenizer
-from megalite.data.tokenizers.tokenizer_digest import end_of_document, tokenizer_digest
+from megalite.data.tokenizers.tokenizer import (
+    TOKENIZER_TYPES,
+    NullTokenizer,
+    Tokenizer,
+    configured_tokenizer,
+    end_of_document,
+    tokenizer_digest,
+)
 from megalite.distributed.agreement import code_record
 from megalite.distributed.rendezvous import Launch
 from megalite.distributed.topology import Topology

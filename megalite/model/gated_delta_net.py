@@ -16,8 +16,7 @@ from megalite.attention.positions import PositionInfo
 from megalite.config import ModelConfig
 from megalite.config.model.recurrence import DeltaNetSpec
 from megalite.kernels import recurrence, recurrence_problem, rms_norm_on
-from megalite.model.chunked_recurrence import chunked_recurrence
-from megalite.model.recurrent_mixer import RecurrentMixer, ShortConvolution
+from megalite.model.recurrent_mixer import RecurrentMixer, ShortConvolution, chunked_recurrence
 from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, depth_scaled_std
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_parameter
 from megalite.tensor_parallel.placement import Cut

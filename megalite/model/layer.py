@@ -26,11 +26,10 @@ from megalite.data.batch.microbatch import (
     WithTerms,
 )
 from megalite.kernels import ResidualSum
-from megalite.model.attention import Attention
+from megalite.model.attention import Attention, CachedLatentAttention, LatentAttention
 from megalite.model.embedding import EmbeddingGate
 from megalite.model.experts import MixtureOfExperts, Router
 from megalite.model.gated_delta_net import GatedDeltaNet
-from megalite.model.latent_attention import CachedLatentAttention, LatentAttention
 from megalite.model.mamba import Mamba
 from megalite.model.mlp import MLP
 from megalite.model.norm import build_norm

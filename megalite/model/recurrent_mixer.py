@@ -1,17 +1,27 @@
-"""The base class of recurrent mixers, a recurrence between two projections, and the convolution before it.
+"""The base class of recurrent mixers, the convolution before the recurrence, and the recurrence by chunks.
+
+`chunked_recurrence` computes what `megalite.kernels.recurrence` computes in plain PyTorch, chunk by chunk. A
+token writes k u^T to the state S, after its decay. With the delta rule, the changes u = rate (v - S^T k) of a
+chunk's tokens solve one triangular system, since each depends on those before it (Yang et al. 2024, arXiv
+2412.06464); otherwise u = rate v (Dao and Gu 2024, arXiv 2405.21060, section 6). Only the state at a chunk's
+start is computed one chunk after the other.
 
 Shapes: s sequence, b microbatch, h hidden size, c features of a tensor-parallel rank, c' those of its heads
 whose recurrence this rank computes, k tokens that the convolution sees, tp = tp.size. With context
-parallelism, s is the tokens of a rank outside of the recurrence.
+parallelism, s is the tokens of a rank outside of the recurrence. In `chunked_recurrence`, b samples, g query
+and key heads of this rank, r value heads that share one, s tokens, d size of a key head, e size of a value
+head, m chunks, c tokens of a chunk.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from megalite.attention.exchange import HeadExchange
 from megalite.attention.positions import PositionInfo
@@ -129,3 +139,132 @@ def is_within(starts: Tensor, distance: int) -> Tensor:
     """Return which tokens have a token of their document at a distance before them, ``[s, b, 1]``."""
     positions = torch.arange(starts.shape[1], device=starts.device)
     return (positions - distance >= starts).t().unsqueeze(-1)
+
+
+CHUNK = 64
+"""Tokens of a chunk, of which every pair is compared."""
+
+
+def chunked_recurrence(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    rate: Tensor,
+    starts: Tensor | None = None,
+    state: Tensor | None = None,
+    chunk: int = CHUNK,
+    *,
+    is_delta: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return the outputs, ``[b, g, r, s, e]``, and the last state, ``[b, g, r, d, e]``, in at least fp32.
+
+    Args:
+        q, k, v, decay, rate, starts, state, is_delta: see `megalite.kernels.recurrence`.
+        chunk: tokens of a chunk.
+    """
+    num_tokens = q.shape[-2]
+    q, k, v = (each.to(decay.dtype) for each in (q, k, v))
+    size = min(chunk, num_tokens)
+    q, k, v = (_in_chunks(each, size, dim=-2) for each in (q, k, v))  # [b, g, m, c, d], [b, g, r, m, c, e]
+    q, k = q.unsqueeze(2), k.unsqueeze(2)  # [b, g, 1, m, c, d]
+    decay, rate = (_in_chunks(each, size, dim=-1) for each in (decay, rate))  # [b, g, r, m, c]
+    total = decay.cumsum(-1)
+    sees_tokens, sees_state = _sees(starts, size, num_tokens, q.device)
+    # Masked before exp: after it, the factors of later tokens could be infinite.
+    between = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(~sees_tokens, -torch.inf).exp()
+    since_start = total.exp() * sees_state  # [b, g, r, m, c]
+    to_end = between[..., -1, :]
+
+    changes, of_state = v * rate.unsqueeze(-1), None
+    if is_delta:
+        system = rate.unsqueeze(-1) * (k @ k.mT) * between  # the diagonal counts as 1
+        rated = torch.cat((changes, k * (rate * since_start).unsqueeze(-1)), dim=-1)
+        solved = torch.linalg.solve_triangular(system, rated, upper=False, unitriangular=True)
+        changes, of_state = solved.split((v.shape[-1], k.shape[-1]), dim=-1)
+    scores = (q @ k.mT) * between
+    reads = q * since_start.unsqueeze(-1)
+    writes = k * to_end.unsqueeze(-1)
+    kept = since_start[..., -1, None, None]  # [b, g, r, m, 1, 1]
+
+    if state is None:
+        state = v.new_zeros(*changes.shape[:3], k.shape[-1], v.shape[-1])
+    changes, states, last = _Scan.apply(changes, of_state, writes, kept, state)
+    outputs = reads @ states + scores @ changes
+    return outputs.flatten(-3, -2)[..., :num_tokens, :], last
+
+
+class _Scan(torch.autograd.Function):
+    """Computes the chunks' states one after the other: all that depends on the chunk before.
+
+    Forward returns the changes, of which it subtracts what a chunk's first state makes of them; the states at
+    the chunks' starts, ``[b, g, r, m, d, e]``; and the last state. Backward keeps two matrices of each chunk,
+    where autograd would keep the operands of each step.
+
+    Args of forward:
+        changes: changes for a state of zeros, ``[b, g, r, m, c, e]``.
+        of_state: what the state subtracts from them, ``[b, g, r, m, c, d]``; None without the delta rule.
+        writes: keys that add them to the next chunk's state, ``[b, g, r, m, c, d]``.
+        kept: factor of the state from chunk to chunk, ``[b, g, r, m, 1, 1]``.
+        state: ``[b, g, r, d, e]``.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, changes: Tensor, of_state: Tensor | None, writes: Tensor, kept: Tensor, state: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        results, states = [], []
+        for i in range(changes.shape[3]):
+            change = changes[:, :, :, i]
+            if of_state is not None:
+                change = change - of_state[:, :, :, i] @ state
+            results.append(change)
+            states.append(state)
+            state = state * kept[:, :, :, i] + writes[:, :, :, i].mT @ change
+        result, starts = torch.stack(results, dim=3), torch.stack(states, dim=3)
+        ctx.save_for_backward(result, starts, of_state, writes, kept)
+        return result, starts, state.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        changes, states, of_state, writes, kept = ctx.saved_tensors
+        grad_changes, grad_states, grad = grads
+        of_changes, of_ends = [], []
+        for i in reversed(range(changes.shape[3])):
+            of_change = grad_changes[:, :, :, i] + writes[:, :, :, i] @ grad
+            of_changes.append(of_change)
+            of_ends.append(grad)
+            grad = grad * kept[:, :, :, i] + grad_states[:, :, :, i]
+            if of_state is not None:
+                grad = grad - of_state[:, :, :, i].mT @ of_change
+        of_change, of_end = (torch.stack(each[::-1], dim=3) for each in (of_changes, of_ends))
+        of_weight = None if of_state is None else -of_change @ states.mT
+        of_factor = (of_end * states).sum((-2, -1), keepdim=True)
+        return of_change, of_weight, changes @ of_end.mT, of_factor, grad
+
+
+def _sees(starts: Tensor | None, size: int, num_tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return which of a chunk's tokens, and whether the state at its start, a token sees.
+
+    They are ``[b or 1, 1, 1, m or 1, c, c]`` and ``[b or 1, 1, 1, m or 1, c]``. A token sees the tokens of
+    its document up to its own.
+
+    Args:
+        size: tokens of a chunk.
+    """
+    causal = torch.ones(size, size, dtype=torch.bool, device=device).tril()
+    if starts is None:
+        return causal, causal.new_ones(size)
+    missing = -num_tokens % size
+    starts = torch.cat((starts, starts[:, -1:].expand(-1, missing)), dim=1).unflatten(1, (-1, size))
+    positions = torch.arange(num_tokens + missing, device=device).view(-1, size)  # [m, c]
+    tokens = causal & (positions[:, None, :] >= starts.unsqueeze(-1))  # [b, m, c, c]
+    return tokens[:, None, None], (starts < positions[:, :1])[:, None, None]
+
+
+def _in_chunks(x: Tensor, size: int, dim: int) -> Tensor:
+    """Cut the tokens along a negative dim into chunks; zeros, which change no state, fill up the last one."""
+    missing = -x.shape[dim] % size
+    padded = F.pad(x, (*(0, 0) * (-1 - dim), 0, missing)) if missing else x
+    return padded.unflatten(dim, (-1, size))

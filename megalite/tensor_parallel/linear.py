@@ -35,11 +35,10 @@ from megalite.kernels import (
     has_linear_gelu,
     linear_gelu,
 )
-from megalite.tensor_parallel.block_scaling import BlockGemm
+from megalite.tensor_parallel.block_scaling import BlockGemm, Nvfp4Gemm
 from megalite.tensor_parallel.fp8 import TensorwiseGemm
 from megalite.tensor_parallel.gemm import WIDE, Gemm, WeightGradientStore, main_grad_of
 from megalite.tensor_parallel.gemm_collectives import COLLECTIVES, PendingSum, SeparateCollectives
-from megalite.tensor_parallel.nvfp4 import Nvfp4Gemm
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_parameter
 from megalite.tensor_parallel.placement import Cut
 from megalite.utils.wrapping import communication_point

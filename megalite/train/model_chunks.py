@@ -29,6 +29,7 @@ from megalite.optim.optimizer import Optimizer
 from megalite.optim.post_step_hooks import ExpertBalance, MeasuredHeads, PostStepHook, QKClip
 from megalite.optim.weight_gathering import ChunkModules
 from megalite.pipeline.schedules import SCHEDULES
+from megalite.tensor_parallel.block_scaling import name_gemms
 from megalite.tensor_parallel.fp8 import (
     BackwardSamples,
     Fp8Settings,
@@ -40,7 +41,6 @@ from megalite.tensor_parallel.fp8 import (
 from megalite.tensor_parallel.gemm import WeightGradientStore
 from megalite.tensor_parallel.gemm_collectives import choose_overlap
 from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from megalite.tensor_parallel.nvfp4 import name_gemms
 from megalite.tensor_parallel.parameter_spec import (
     LayerContext,
     ParameterShard,

@@ -33,8 +33,7 @@ from megalite.data.mixture import MixtureDataset
 from megalite.data.packed_dataset import PackedSamples, PackingOptions
 from megalite.data.samples import CheckedDataset, DocumentEnds, FieldSamples, GPTSamples, Samples
 from megalite.data.storage import CACHE_BYTES
-from megalite.data.tokenizers.tokenizer import Tokenizer, configured_tokenizer
-from megalite.data.tokenizers.tokenizer_digest import check_tokenizer
+from megalite.data.tokenizers.tokenizer import Tokenizer, check_tokenizer, configured_tokenizer
 from megalite.distributed.topology import Topology
 from megalite.model.stage import StageProvider, check_model_provider
 from megalite.train.telemetry.timers import Timers

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megalite.data.tokenizers.tokenizer import ByteTokenizer, NullTokenizer
-from megalite.data.tokenizers.tokenizer_digest import write_tokenizer_digest
+from megalite.data.tokenizers.tokenizer import ByteTokenizer, NullTokenizer, write_tokenizer_digest
 from tests.end_to_end.conftest import RunHere, write_corpus
 
 

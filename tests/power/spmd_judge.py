@@ -29,7 +29,7 @@ from megalite.data.batch.microbatch import Microbatch
 from megalite.distributed import collectives
 from megalite.distributed.topology import Topology
 from megalite.kernels import norm, packed_heads
-from megalite.model import chunked_recurrence, recompute_region
+from megalite.model import recompute_region, recurrent_mixer
 from megalite.model.stage import StageProvider
 from megalite.model.transformer_stage import TransformerStage
 from megalite.observe.verify.layouts import Layout
@@ -125,7 +125,7 @@ V varies between ranks, P is partial."""
 
 LOCAL = (
     *(packed_heads.SplitHeads, norm._WithResidual, recompute_region._Keep, kernels._Attention),
-    chunked_recurrence._Scan,
+    recurrent_mixer._Scan,
 )
 """Functions without communication between the ranks of tp and dp."""
 

@@ -20,13 +20,15 @@ from megalite.checkpoint.convert.model_settings import Settings, precision_of
 from megalite.checkpoint.convert.tokenizer_files import tokenizer_in
 from megalite.checkpoint.progress import TrainingProgress
 from megalite.config import Config, ModelConfig
-from megalite.frontends.huggingface.config import config_of, recorded_of, rounding_note
 from megalite.frontends.huggingface.families import (
     all_entries,
+    config_of,
     copied_names,
     end_entries,
     family_of,
     mtp_entries,
+    recorded_of,
+    rounding_note,
 )
 from megalite.frontends.huggingface.family import MTP_COUNT, VOCABULARY
 from megalite.utils.errors import UserError, few

@@ -22,8 +22,7 @@ from megalite.checkpoint.convert.source import ConversionSource
 from megalite.config import ModelConfig
 from megalite.data.batch.microbatch import LayerState, Microbatch
 from megalite.distributed.topology import Topology
-from megalite.frontends.huggingface.config import hf_config_of
-from megalite.frontends.huggingface.families import family_of
+from megalite.frontends.huggingface.families import family_of, hf_config_of
 from megalite.model.bert_stage import STAGES, BertStage
 from megalite.tensor_parallel.parameter_spec import LayerContext, spec_of
 from megalite.utils.errors import UserError, few, first_line

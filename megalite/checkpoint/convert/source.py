@@ -32,7 +32,7 @@ from megalite.checkpoint.manifest import (
 )
 from megalite.checkpoint.progress import TrainingProgress
 from megalite.config import Config
-from megalite.frontends.huggingface.config import RECORDED, recorded_of
+from megalite.frontends.huggingface.families import RECORDED, recorded_of
 from megalite.utils.errors import UserError, few
 
 

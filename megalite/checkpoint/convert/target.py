@@ -38,10 +38,16 @@ from megalite.checkpoint.manifest import seal
 from megalite.checkpoint.parameter_range import ParameterRange
 from megalite.checkpoint.tensor_files import FilePiece, safetensors_header, write_file
 from megalite.config import Config, to_yaml
-from megalite.data.tokenizers.tokenizer_digest import digest_of
+from megalite.data.tokenizers.tokenizer import digest_of
 from megalite.distributed.axes import MODEL
-from megalite.frontends.huggingface.config import RECORDED, TOKENS, TRAINED, hf_config_of, with_end
-from megalite.frontends.huggingface.families import all_entries
+from megalite.frontends.huggingface.families import (
+    RECORDED,
+    TOKENS,
+    TRAINED,
+    all_entries,
+    hf_config_of,
+    with_end,
+)
 from megalite.model.stage import DTYPES
 from megalite.tensor_parallel.parameter_spec import ParameterSpec
 from megalite.utils.errors import UserError

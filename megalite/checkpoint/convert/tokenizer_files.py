@@ -16,7 +16,7 @@ from typing import Any
 from megalite.config import DataConfig
 from megalite.config.data import TOKENIZER_FIELDS, TokenizerType
 from megalite.data.tokenizers.tokenizer import configured_tokenizer
-from megalite.frontends.huggingface.config import TOKENS, TRAINED
+from megalite.frontends.huggingface.families import TOKENS, TRAINED
 from megalite.frontends.huggingface.settings import TOKEN_IDS
 from megalite.utils.errors import UserError
 from megalite.utils.files import parse_json, read_regular

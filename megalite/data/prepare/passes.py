@@ -25,15 +25,13 @@ from megalite.data.indexed_dataset import IndexedWriter, replace_dataset, token_
 from megalite.data.prepare.exchange import ExchangeWriter, read_blocks_for, read_records_for
 from megalite.data.prepare.fingerprints import band_keys, exact_keys
 from megalite.data.prepare.plan import CorpusPlan
-from megalite.data.prepare.report import MAX_GROUPS, Facts, new_facts, note_example, place_of
-from megalite.data.prepare.sources import SOURCE
+from megalite.data.prepare.report import MAX_GROUPS, SOURCE, Facts, new_facts, note_example, place_of
 from megalite.data.prepare.steps import Document, Filter, MinHashStep
 from megalite.data.preprocessing.documents import DocumentRecord, RecordError, parse_records
 from megalite.data.preprocessing.encoder import batches
 from megalite.data.preprocessing.input_plan import InputPiece
 from megalite.data.tokenizers import IdArray
-from megalite.data.tokenizers.tokenizer import NullTokenizer, Tokenizer
-from megalite.data.tokenizers.tokenizer_digest import special_ids
+from megalite.data.tokenizers.tokenizer import NullTokenizer, Tokenizer, special_ids
 from megalite.data.window_dataset import permute, round_keys
 from megalite.utils.errors import UserError
 from megalite.utils.files import new_file, replace_file

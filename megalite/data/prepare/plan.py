@@ -10,13 +10,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from megalite.data.prepare.settings import build_settings
-from megalite.data.prepare.steps import CorpusStep, read_steps
+from megalite.data.prepare.steps import CorpusStep, build_settings, read_steps
 from megalite.data.preprocessing.documents import STANDARD_INPUT, file_states, find_inputs
-from megalite.data.preprocessing.input_plan import InputPiece, InputPlan
-from megalite.data.preprocessing.preprocess_job import PreprocessJob
-from megalite.data.tokenizers.tokenizer import TokenizerFiles
-from megalite.data.tokenizers.tokenizer_digest import tokenizer_digest
+from megalite.data.preprocessing.input_plan import InputPiece, InputPlan, PreprocessJob
+from megalite.data.tokenizers.tokenizer import TokenizerFiles, tokenizer_digest
 from megalite.utils.errors import ConfigError, UserError, collected
 from megalite.utils.files import make_writable, read_yaml_file, url_problem
 from megalite.utils.object_store import ObjectFolder, is_remote, is_s3

@@ -18,12 +18,19 @@ from megalite.data.dataset_merge import list_shards
 from megalite.data.indexed_dataset import IndexedDataset, replace_dataset
 from megalite.data.prepare.passes import PassWorker
 from megalite.data.prepare.plan import PASSES, CorpusPlan
-from megalite.data.prepare.report import MAX_EXAMPLES, Facts, add_facts, make_report, new_facts, place_of
-from megalite.data.prepare.sources import write_sources
+from megalite.data.prepare.report import (
+    MAX_EXAMPLES,
+    Facts,
+    add_facts,
+    make_report,
+    new_facts,
+    place_of,
+    write_sources,
+)
 from megalite.data.prepare.steps import Document
 from megalite.data.preprocessing.pool import WorkerPool
 from megalite.data.sharded_dataset import list_path
-from megalite.data.tokenizers.tokenizer_digest import copy_tokenizer_digest, write_tokenizer_digest
+from megalite.data.tokenizers.tokenizer import copy_tokenizer_digest, write_tokenizer_digest
 from megalite.utils.errors import UserError, counted, few
 from megalite.utils.files import parse_json, replace_file
 from megalite.utils.log import log

@@ -13,8 +13,7 @@ import numpy as np
 
 from megalite.data.preprocessing.conversations import ConversationEncoder, EncodedConversation
 from megalite.data.preprocessing.documents import DocumentRecord, RecordError, parse_records
-from megalite.data.preprocessing.input_plan import InputPiece, locate
-from megalite.data.preprocessing.preprocess_job import PreprocessJob
+from megalite.data.preprocessing.input_plan import InputPiece, PreprocessJob, locate
 from megalite.data.preprocessing.shards import (
     Column,
     EncodedDocuments,
@@ -24,7 +23,7 @@ from megalite.data.preprocessing.shards import (
     join_extents,
     pack,
 )
-from megalite.data.tokenizers.tokenizer_digest import end_of_document, special_ids
+from megalite.data.tokenizers.tokenizer import end_of_document, special_ids
 from megalite.utils.errors import UserError
 
 _BATCH_BYTES = 1 << 20

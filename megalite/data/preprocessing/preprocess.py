@@ -29,9 +29,14 @@ from megalite.data.preprocessing.encoder import (
     PieceResult,
     sentence_splitter,
 )
-from megalite.data.preprocessing.input_plan import PIECES_VERSION, InputPiece, InputPlan, locate
+from megalite.data.preprocessing.input_plan import (
+    PIECES_VERSION,
+    InputPiece,
+    InputPlan,
+    PreprocessJob,
+    locate,
+)
 from megalite.data.preprocessing.pool import WorkerDied, WorkerPool
-from megalite.data.preprocessing.preprocess_job import PreprocessJob
 from megalite.data.preprocessing.preprocessing_report import (
     ColumnTotal,
     DatasetReport,
@@ -42,8 +47,7 @@ from megalite.data.preprocessing.preprocessing_report import (
 )
 from megalite.data.preprocessing.shards import Extent, join_index, join_tokens
 from megalite.data.tokenizers.chat_template import chat_template_of
-from megalite.data.tokenizers.tokenizer import Tokenizer
-from megalite.data.tokenizers.tokenizer_digest import write_tokenizer_digest
+from megalite.data.tokenizers.tokenizer import Tokenizer, write_tokenizer_digest
 from megalite.utils.errors import ConfigError, UserError, collected
 from megalite.utils.files import no_follow, open_new, parse_json, replace_file, url_problem
 from megalite.utils.log import log

@@ -11,8 +11,7 @@ from megalite.config.presets import PRESETS
 from megalite.data.batch.microbatch import Microbatch
 from megalite.data.tokenizers.tokenizer import ByteTokenizer
 from megalite.distributed.collectives import all_gather_from
-from megalite.generate.generator import CompletionWriter, Generator, Prompt
-from megalite.generate.sampling import Sampler, Sampling
+from megalite.generate.generator import CompletionWriter, Generator, Prompt, Sampler, Sampling
 from megalite.utils.errors import UserError
 from tests.live_ranks import run_ranks
 from tests.stages import build_stage

@@ -21,7 +21,7 @@ from megalite.config.presets import PRESETS
 from megalite.distributed.topology import Topology
 from megalite.plan.units import whole_model
 from tests.stages import build_stage
-from tests.unit.model.test_chunked_recurrence import recurrence
+from tests.unit.model.test_recurrent_mixer_chunked_recurrence import recurrence
 
 GPT = ModelConfig(
     num_layers=3, hidden_size=64, num_attention_heads=4, seq_length=32, vocab_size=96, pad_vocab_size_to=96

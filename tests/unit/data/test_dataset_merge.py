@@ -13,8 +13,12 @@ import pytest
 from megalite.data import dataset_merge, indexed_dataset
 from megalite.data.dataset_merge import find_prefixes, merge_datasets
 from megalite.data.indexed_dataset import IndexedWriter
-from megalite.data.tokenizers.tokenizer import ByteTokenizer, NullTokenizer
-from megalite.data.tokenizers.tokenizer_digest import read_tokenizer_digest, write_tokenizer_digest
+from megalite.data.tokenizers.tokenizer import (
+    ByteTokenizer,
+    NullTokenizer,
+    read_tokenizer_digest,
+    write_tokenizer_digest,
+)
 from megalite.utils.errors import UserError
 from tests.chat import write_masked
 

@@ -18,8 +18,12 @@ from megalite.data.indexed_dataset import IndexedDataset, IndexedWriter
 from megalite.data.inspect_dataset import compare, summarize
 from megalite.data.loss_mask import LossMask
 from megalite.data.sharded_dataset import JoinedArray, ShardedDataset, corpus_lengths, open_dataset
-from megalite.data.tokenizers.tokenizer import ByteTokenizer, NullTokenizer
-from megalite.data.tokenizers.tokenizer_digest import read_tokenizer_digest, write_tokenizer_digest
+from megalite.data.tokenizers.tokenizer import (
+    ByteTokenizer,
+    NullTokenizer,
+    read_tokenizer_digest,
+    write_tokenizer_digest,
+)
 from megalite.utils.errors import UserError
 from tests.chat import write_masked
 from tests.corpora import build_datasets

@@ -21,8 +21,7 @@ from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.inspect_dataset import compare, find_problem, summarize
 from megalite.data.preprocessing.documents import find_inputs
 from megalite.data.sharded_dataset import open_dataset
-from megalite.data.tokenizers.tokenizer import ByteTokenizer
-from megalite.data.tokenizers.tokenizer_digest import write_tokenizer_digest
+from megalite.data.tokenizers.tokenizer import ByteTokenizer, write_tokenizer_digest
 from megalite.data.tokenizers.train_tokenizer import TrainedTokenizer, write_tokenizer
 from megalite.utils.errors import UserError
 from tests.corpora import build_datasets

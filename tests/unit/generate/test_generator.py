@@ -59,10 +59,8 @@ from transformers import (
 
 from megalite.attention.cache import CachedCore
 from megalite.data.tokenizers.tokenizer import ByteTokenizer, NullTokenizer, build_tokenizer
-from megalite.frontends.huggingface.config import config_of
-from megalite.frontends.huggingface.families import from_hf
-from megalite.generate.generator import Generator, Prompt, TextStream, text_of
-from megalite.generate.sampling import Sampler, Sampling
+from megalite.frontends.huggingface.families import config_of, from_hf
+from megalite.generate.generator import Generator, Prompt, Sampler, Sampling, TextStream, text_of
 from tests.stages import build_stage
 from tests.unit.model.test_against_transformers import InDoublePrecision, as_saved
 

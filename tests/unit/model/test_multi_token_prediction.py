@@ -16,8 +16,7 @@ from megalite.config import Config, DataConfig, ModelConfig, TrainingConfig, che
 from megalite.data.batch.microbatch import Microbatch, Terms, WithTerms, later_token
 from megalite.distributed.axis import HeldPositions
 from megalite.distributed.topology import Topology
-from megalite.frontends.huggingface.config import config_of
-from megalite.frontends.huggingface.families import family_of, from_hf, to_hf
+from megalite.frontends.huggingface.families import config_of, family_of, from_hf, to_hf
 from tests.stages import build_stage
 from tests.unit.model.test_against_transformers import InDoublePrecision
 

@@ -15,7 +15,7 @@ from megalite.data.batch_loader import microbatch_samples
 from megalite.data.build_datasets import BuildOptions, num_samples_per_split
 from megalite.data.corpus_sources import sources_of_one_blend
 from megalite.data.indexed_dataset import IndexedDataset, IndexedWriter
-from megalite.data.prepare.sources import SOURCE, write_sources
+from megalite.data.prepare.report import SOURCE, write_sources
 from megalite.data.samples import GPTSamples
 from megalite.frontends.command_line import parse
 from megalite.train.trace_sample import trace_iteration

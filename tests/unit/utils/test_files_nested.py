@@ -13,7 +13,7 @@ from megalite.data.corpus_sources import _read_per_split
 from megalite.data.preprocessing.documents import DocumentRecord, RecordError, parse_record
 from megalite.data.preprocessing.preprocessing_report import read_report
 from megalite.data.tokenizers.hf_tokenizer import json_object
-from megalite.data.tokenizers.tokenizer_digest import read_tokenizer_digest
+from megalite.data.tokenizers.tokenizer import read_tokenizer_digest
 from megalite.frontends.command_line import parse
 from megalite.generate.prompts import read_prompts
 from megalite.observe.report.run_folder import _is_metrics

@@ -28,7 +28,7 @@ from megalite.checkpoint.progress import TrainingProgress
 from megalite.config.presets import PRESETS
 from megalite.data.batch.microbatch import Microbatch
 from megalite.frontends.command_line import parse
-from megalite.frontends.huggingface.config import config_of
+from megalite.frontends.huggingface.families import config_of
 from megalite.tensor_parallel.parameter_spec import spec_of
 from megalite.utils.errors import UserError
 from tests.checkpoint_folder import MemorySource

@@ -8,8 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from megalite.config.presets import PRESETS
-from megalite.frontends.huggingface.config import config_of
-from megalite.frontends.huggingface.families import FAMILIES, all_entries, family_of, to_hf
+from megalite.frontends.huggingface.families import FAMILIES, all_entries, config_of, family_of, to_hf
 from megalite.tensor_parallel.parameter_spec import spec_of
 from megalite.utils.errors import UserError
 from tests.stages import build_stage

@@ -19,7 +19,7 @@ from megalite.data.prepare import prepare
 from megalite.data.prepare.passes import PassWorker
 from megalite.data.prepare.plan import PASSES
 from megalite.data.prepare.prepare import finish, run_pass, start
-from megalite.data.prepare.sources import find_source
+from megalite.data.prepare.report import find_source
 from megalite.data.samples import GPTSamples
 from megalite.data.sharded_dataset import ShardedDataset, open_dataset
 from megalite.data.tokenizers.tokenizer import TokenizerFiles, build_tokenizer

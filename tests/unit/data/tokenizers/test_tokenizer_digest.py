@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from megalite.data.tokenizers.tokenizer import ByteTokenizer, NullTokenizer, build_tokenizer
-from megalite.data.tokenizers.tokenizer_digest import (
+from megalite.data.tokenizers.tokenizer import (
+    ByteTokenizer,
+    NullTokenizer,
+    build_tokenizer,
     check_tokenizer,
     digest_path,
     read_tokenizer_digest,

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from transformers.models.nemotron_h.modeling_nemotron_h import mamba2_chunk_scan
 
-from megalite.model.chunked_recurrence import chunked_recurrence
+from megalite.model.recurrent_mixer import chunked_recurrence
 
 B, G, R, D, E = 2, 2, 3, 5, 4
 KINDS = pytest.mark.parametrize("is_delta", [True, False], ids=["delta rule", "state space"])

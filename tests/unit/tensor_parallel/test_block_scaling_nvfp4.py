@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from megalite.distributed.topology import Topology
-from megalite.tensor_parallel import nvfp4
-from megalite.tensor_parallel.block_scaling import round_in_blocks
+from megalite.tensor_parallel import block_scaling
+from megalite.tensor_parallel.block_scaling import Nvfp4Gemm, hadamard_transform, name_gemms, round_in_blocks
 from megalite.tensor_parallel.fp8 import E2M1, BackwardSamples, Fp8Settings
 from megalite.tensor_parallel.linear import ColumnParallelLinear
-from megalite.tensor_parallel.nvfp4 import Nvfp4Gemm, hadamard_transform, name_gemms
 from megalite.tensor_parallel.parameter_spec import LayerContext
 
 
@@ -119,7 +118,7 @@ def test_the_transform_is_orthogonal_and_cancels(one_rank: Topology, monkeypatch
     gemm, _ = _gemm(one_rank, 32)
     gemm.samples.numbers = torch.arange(2)
     grad, x = _normal(40, 2, 32, seed=1), _normal(40, 2, 48, seed=2)  # 40 is no multiple of 16
-    monkeypatch.setattr(nvfp4, "round_in_blocks", lambda x, *_: x)
+    monkeypatch.setattr(block_scaling, "round_in_blocks", lambda x, *_: x)
     left, right = gemm.weight_gradient_operands(grad, x)
     torch.testing.assert_close(left.t() @ right, grad.flatten(0, 1).t() @ x.flatten(0, 1))
 

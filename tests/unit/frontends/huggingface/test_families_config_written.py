@@ -8,8 +8,7 @@ import torch
 from transformers import AutoConfig
 
 from megalite.config.presets import PRESETS
-from megalite.frontends.huggingface.config import KEPT, config_of, hf_config_of
-from megalite.frontends.huggingface.families import FAMILIES, family_of
+from megalite.frontends.huggingface.families import FAMILIES, KEPT, config_of, family_of, hf_config_of
 from megalite.utils.errors import UserError
 from tests.unit.model.test_against_transformers import (
     CONFIGS,

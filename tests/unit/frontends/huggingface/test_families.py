@@ -20,11 +20,12 @@ from transformers import (
 from megalite.config import ModelConfig
 from megalite.config.fields import resolved_fields
 from megalite.config.presets import PRESETS
-from megalite.frontends.huggingface.config import config_of, hf_config_of
 from megalite.frontends.huggingface.families import (
     all_entries,
+    config_of,
     family_of,
     from_hf,
+    hf_config_of,
     to_hf,
 )
 from megalite.utils.errors import UserError

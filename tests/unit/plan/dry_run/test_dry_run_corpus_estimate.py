@@ -12,7 +12,7 @@ from megalite.data.blend import BlendedDataset
 from megalite.data.gpt_dataset import GPTDataset
 from megalite.data.indexed_dataset import IndexedWriter
 from megalite.distributed.topology import Topology
-from megalite.plan.dry_run.corpus_estimate import corpora_of
+from megalite.plan.dry_run.dry_run import corpora_of
 from megalite.train.run_context import build_data, resolve_run
 
 S = 16

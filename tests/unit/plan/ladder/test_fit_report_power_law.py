@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from megalite.plan.ladder.power_law import can_separate, fit_power_law
+from megalite.plan.ladder.fit_report import can_separate, fit_power_law
 from megalite.utils.errors import UserError
 
 COMPUTE = np.geomspace(1e12, 1e15, 6)

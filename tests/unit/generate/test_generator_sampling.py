@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megalite.generate.sampling import Sampler, Sampling
+from megalite.generate.generator import Sampler, Sampling
 from megalite.utils.errors import UserError
 
 VOCAB = 6
