@@ -15,16 +15,10 @@ from torch import Tensor
 
 from megalite.attention.exchange import KeyRanks, key_access
 from megalite.attention.kernels import BlockKernel, Kernel, differentiable
-from megalite.attention.positions import (
-    Angles,
-    PositionInfo,
-    Rotary,
-    build_query_scale,
-    local_slopes,
-)
+from megalite.attention.positions import Angles, PositionInfo, Rotary, build_query_scale, local_slopes
 from megalite.attention.ring import GatheredKeys, Ring, slices_of_ranks
 from megalite.config import AttentionSpec, ModelConfig
-from megalite.config.model.rope import RotarySpec
+from megalite.config.model.attention import RotarySpec
 from megalite.config.parallel import CpCommType
 from megalite.data.batch.microbatch import Microbatch
 from megalite.distributed.axis import range_positions

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megalite.config import ModelConfig
-from megalite.config.model.rope import RotarySpec
+from megalite.config.model.attention import RotarySpec
 from megalite.distributed.axis import HeldPositions
 from megalite.kernels import VisibleKeys, rotate
 from megalite.tensor_parallel.parameter_spec import LayerContext

@@ -10,12 +10,7 @@ from megalite.config.config import LAYOUT_OPTIONS, Config
 from megalite.config.data import CORPUS_FIELDS
 from megalite.config.fields import MAX_INT, ConfigField, config_fields, declared_conflicts, without_effect
 from megalite.config.option import flag_of, flag_with_value
-from megalite.config.rules import (
-    attention_rules,
-    model_rules,
-    parallel_rules,
-    training_rules,
-)
+from megalite.config.rules import attention_rules, model_rules, parallel_rules, training_rules
 from megalite.config.rules.parallel_rules import replicas
 from megalite.pipeline.schedules import SCHEDULES
 from megalite.utils.errors import ConfigError, Problem, one_line, shortened

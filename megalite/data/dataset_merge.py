@@ -29,11 +29,7 @@ from megalite.data.sharded_dataset import (
     list_path,
     open_dataset,
 )
-from megalite.data.tokenizers.tokenizer import (
-    copy_tokenizer_digest,
-    digest_path,
-    read_tokenizer_digest,
-)
+from megalite.data.tokenizers.tokenizer import copy_tokenizer_digest, digest_path, read_tokenizer_digest
 from megalite.utils.errors import UserError
 from megalite.utils.files import new_file, replace_file, url_problem
 from megalite.utils.log import log

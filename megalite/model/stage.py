@@ -33,10 +33,7 @@ from megalite.tensor_parallel.parameter_spec import (
     buffer_spec,
     replicate_parameters,
 )
-from megalite.tensor_parallel.vocab_parallel import (
-    losses_and_log_sums,
-    vocab_parallel_cross_entropy,
-)
+from megalite.tensor_parallel.vocab_parallel import losses_and_log_sums, vocab_parallel_cross_entropy
 from megalite.utils.errors import UserError, check_call, kind_of
 from megalite.utils.wrapping import wrap_point
 

@@ -27,12 +27,7 @@ from megalite.optim.muon import Muon
 from megalite.optim.offload import OptimizerOffload
 from megalite.optim.post_step_hooks import PostStepHook
 from megalite.optim.state_storage import StateSize
-from megalite.optim.weight_gathering import (
-    ChunkModules,
-    ShardedWeights,
-    WeightGatherer,
-    bucket_units,
-)
+from megalite.optim.weight_gathering import ChunkModules, ShardedWeights, WeightGatherer, bucket_units
 from megalite.pipeline.schedules import SCHEDULES
 from megalite.tensor_parallel.counter_random import fill_initial
 from megalite.tensor_parallel.parameter_spec import ParameterShard, num_used, spec_of

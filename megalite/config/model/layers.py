@@ -10,10 +10,9 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megalite.config.model.attention import AttentionSpec, LatentSpec
+from megalite.config.model.attention import AttentionSpec, LatentSpec, RotarySpec
 from megalite.config.model.feed_forward import ExpertsSpec
 from megalite.config.model.recurrence import DeltaNetSpec, MambaSpec
-from megalite.config.model.rope import RotarySpec
 
 RecurrentSpec = DeltaNetSpec | MambaSpec
 MixerSpec = AttentionSpec | RecurrentSpec

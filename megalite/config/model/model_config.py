@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
-from megalite.config.model.attention import AttentionOptions, AttentionSpec, LatentOptions
+from megalite.config.model.attention import AttentionOptions, AttentionSpec, LatentOptions, RopeOptions
 from megalite.config.model.feed_forward import ExpertOptions, ExpertsSpec, MLPOptions
 from megalite.config.model.layers import LayerSpec, RecurrentSpec, attention_spec, layer_spec
 from megalite.config.model.recurrence import MambaSpec, RecurrentOptions
-from megalite.config.model.rope import RopeOptions
 from megalite.config.model.transformer import TransformerOptions
 from megalite.config.option import OnResume
 from megalite.utils.errors import UserError

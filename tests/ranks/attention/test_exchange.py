@@ -11,14 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.attention.choice import build_core
-from megalite.config import (
-    CheckpointConfig,
-    Config,
-    DataConfig,
-    ModelConfig,
-    ParallelConfig,
-    TrainingConfig,
-)
+from megalite.config import CheckpointConfig, Config, DataConfig, ModelConfig, ParallelConfig, TrainingConfig
 from megalite.config.presets import PRESETS
 from megalite.distributed.axis import HeldPositions
 from megalite.distributed.topology import Topology

@@ -10,14 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalite.config import (
-    Config,
-    DataConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    TrainingConfig,
-)
+from megalite.config import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 from megalite.distributed.topology import Topology
 from megalite.observe.verify.layouts import Layout
 from megalite.tensor_parallel import fp8

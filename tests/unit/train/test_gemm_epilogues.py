@@ -10,14 +10,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from megalite.config import (
-    Config,
-    DataConfig,
-    ModelConfig,
-    OptimizerConfig,
-    RecomputeConfig,
-    TrainingConfig,
-)
+from megalite.config import Config, DataConfig, ModelConfig, OptimizerConfig, RecomputeConfig, TrainingConfig
 from megalite.config.validate import unused_options
 from megalite.distributed.topology import Topology
 from megalite.model.stage import Stage

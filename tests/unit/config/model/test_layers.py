@@ -11,8 +11,8 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from megalite.checkpoint.convert.megatron_model import model_of
 from megalite.config import AttentionSpec, LayerSpec, ModelConfig
 from megalite.config.fields import resolved_fields
+from megalite.config.model.attention import RotarySpec
 from megalite.config.model.layers import windows_differ
-from megalite.config.model.rope import RotarySpec
 
 
 def attention_of(model: ModelConfig) -> list[AttentionSpec]:
