@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megalite.data import dataset_merge
-from megalite.data.corpus_sources import CorpusSource, split_bounds
+from megalite.data.corpus_sources import CorpusSource, parse_until, read_phases, split_bounds
 from megalite.data.gpt_dataset import count_tokens
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.inspect_dataset import (
@@ -23,15 +23,9 @@ from megalite.data.inspect_dataset import (
 )
 from megalite.data.loss_mask import LossMask, has_loss_mask
 from megalite.data.mixture import MixtureOrder, MixturePlan, num_samples_until
-from megalite.data.phases import parse_until, read_phases
 from megalite.data.sharded_dataset import corpus_lengths, list_path, open_dataset
 from megalite.data.tokenizers.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
-from megalite.data.tokenizers.train_tokenizer import (
-    DEFAULT_VOCAB_SIZE,
-    TRAINERS,
-    read_texts,
-    write_tokenizer,
-)
+from megalite.data.tokenizers.train_tokenizer import DEFAULT_VOCAB_SIZE, TRAINERS, read_texts, write_tokenizer
 from megalite.frontends.tool_parser import ToolParser, local_path, positive_int
 from megalite.utils.errors import UserError
 

@@ -46,7 +46,7 @@ def autotune(arguments: Sequence[str]) -> None:
     options that you pass stay fixed. The others are searched: tp and pp size, schedule, micro-batch size,
     recomputation, ZeRO stage, sequence parallelism. No checkpoint is read or written.
     """
-    from megalite.plan.autotune import autotune as autotuned
+    from megalite.plan.measure import autotune as autotuned
 
     _print_lines(autotuned, arguments, autotune.__doc__)
 
@@ -64,7 +64,7 @@ def scaling(arguments: Sequence[str]) -> None:
     With strong scaling, the batch is the same on any number of nodes. The command takes all flags of megalite
     train, and the flags of megalite plan for --scaling.
     """
-    from megalite.plan.measure_scaling import measure_scaling
+    from megalite.plan.measure import measure_scaling
 
     _print_lines(measure_scaling, arguments, scaling.__doc__)
 

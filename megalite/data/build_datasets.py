@@ -16,12 +16,11 @@ from megalite.data.blend import (
     num_samples_to_build,
 )
 from megalite.data.corpus_record import DataRecord
-from megalite.data.corpus_sources import SPLIT_NAMES, Blend, Sources
+from megalite.data.corpus_sources import SPLIT_NAMES, Blend, DataPhases, Sources
 from megalite.data.gpt_dataset import Dataset, verify_files
 from megalite.data.index_cache import IndexCache
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.mixture import MixtureDataset, MixturePlan, mixture_lines
-from megalite.data.phases import DataPhases
 from megalite.data.samples import Samples
 from megalite.data.sharded_dataset import open_dataset
 from megalite.data.storage import CACHE_BYTES

@@ -19,9 +19,9 @@ import numpy.typing as npt
 
 from megalite.data import _index_builder
 from megalite.data.blend import BlendedDataset
+from megalite.data.corpus_sources import DataPhase, DataPhases
 from megalite.data.gpt_dataset import Dataset
 from megalite.data.index_cache import Arrays, CacheKey, IndexCache, cached_arrays, reported_progress
-from megalite.data.phases import DataPhase, DataPhases
 from megalite.utils.errors import UserError
 
 NUM_RAMP_STEPS = 1000

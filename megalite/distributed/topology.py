@@ -28,8 +28,8 @@ from megalite.distributed.axis import (
     EventStack,
     HeldPositions,
     Observer,
+    build_axes,
 )
-from megalite.distributed.mesh import build_axes
 from megalite.distributed.rendezvous import (
     Launch,
     check_start,

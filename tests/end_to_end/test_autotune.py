@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megalite.plan.autotune import autotune
+from megalite.plan.measure import autotune
 from megalite.plan.trial import DONE, OUT_OF_MEMORY
 from megalite.utils.errors import UserError
 

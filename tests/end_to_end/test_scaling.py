@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megalite.plan.measure_scaling import measure_scaling
+from megalite.plan.measure import measure_scaling
 
 RUN = (
     *("--scaling", "1,2", "--gpu", "a100-80", "--gpus-per-node", "1", "--preset", "gpt-tiny", "--mock-data"),

@@ -143,13 +143,13 @@ def _replace_groups() -> None:
     """Make groups of the fake backend where a GPU has groups of NCCL."""
     import torch.distributed as dist
 
-    from megalite.distributed import mesh
+    from megalite.distributed import axis
 
     def split_group(split_ranks: list[list[int]], group_desc: str) -> dist.ProcessGroup | None:
         return dist.new_subgroups_by_enumeration(split_ranks, group_desc=group_desc)[0]
 
     dist.split_group = split_group
-    mesh.group_options = lambda *_: None
+    axis.group_options = lambda *_: None
 
 
 def _replace_memory(checks: DeviceChecks) -> None:

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from megalite.config import ParallelConfig
+from megalite.distributed.axis import group_options
 from megalite.distributed.local_ranks import run_ranks
-from megalite.distributed.mesh import group_options
 from megalite.distributed.rendezvous import Launch
 from megalite.distributed.topology import Topology
 from megalite.tensor_parallel.gemm_collectives import choose_overlap, trial_problem

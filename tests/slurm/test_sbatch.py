@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from megalite.data.indexed_dataset import IndexedWriter
-from megalite.plan.measure_scaling import measure_scaling
+from megalite.plan.measure import measure_scaling
 from megalite.plan.write_job import write_job
 from tests.slurm.cluster import GPUS_PER_NODE, Slurm, missing_programs, slurm_cluster
 

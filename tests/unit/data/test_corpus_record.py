@@ -23,11 +23,10 @@ from megalite.data.corpus_record import (
     reordered_corpora,
     samples_lost_and_repeated,
 )
-from megalite.data.corpus_sources import Blend, CorpusSource, find_sources
+from megalite.data.corpus_sources import Blend, CorpusSource, DataPhases, find_sources
 from megalite.data.gpt_dataset import gpt_index, plan_epochs
 from megalite.data.indexed_dataset import IndexedDataset, IndexedWriter
 from megalite.data.loss_mask import LossMask
-from megalite.data.phases import DataPhases
 from tests.chat import write_masked
 
 LENGTHS = (5, 3, 7, 2, 6)

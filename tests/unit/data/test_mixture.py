@@ -11,6 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megalite.data import mixture
+from megalite.data.corpus_sources import DataPhase, DataPhases, Source
 from megalite.data.mixture import (
     MixtureDataset,
     MixtureOrder,
@@ -20,7 +21,6 @@ from megalite.data.mixture import (
     sources_read,
     unimax,
 )
-from megalite.data.phases import DataPhase, DataPhases, Source
 from megalite.utils.errors import UserError
 from tests.corpora import Numbers
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megalite.config import Config
-from megalite.plan.autotune import autotune
+from megalite.plan.measure import autotune
 from megalite.plan.plan_report import answer
 from megalite.plan.plan_request import model_of
 from megalite.plan.trial import Length, Trial
@@ -77,7 +77,7 @@ def test_measured_layouts_run_the_program(tmp_path: Path, monkeypatch: pytest.Mo
         started.append(tuple(program))
         return Trial("done", seconds=1.0, tokens_per_second=1.0, memory_bytes=1.0)
 
-    monkeypatch.setattr("megalite.plan.autotune.run_trial", run)
+    monkeypatch.setattr("megalite.plan.measure.run_trial", run)
     flags = shlex.split(FLAGS.replace("--world-size 16", "--world-size 1"))
     more = shlex.split("--train-iters 99 --lr 1e-3 --mock-data --top 1 --folder")
     for number, program in enumerate(([], ["--program", str(OWN)])):

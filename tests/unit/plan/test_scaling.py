@@ -10,9 +10,8 @@ from xml.etree import ElementTree
 import pytest
 
 from megalite.frontends.command_line import parse
-from megalite.plan import measure_scaling as measuring
-from megalite.plan.autotune import autotune
-from megalite.plan.measure_scaling import measure_scaling
+from megalite.plan import measure as measuring
+from megalite.plan.measure import autotune, measure_scaling
 from megalite.plan.plan_report import answer
 from megalite.plan.trial import FAILED, Length, Trial
 from megalite.plan.write_job import write_job

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megalite.data.phases import DataPhase, Source, parse_until, read_phases
+from megalite.data.corpus_sources import DataPhase, Source, parse_until, read_phases
 from megalite.utils.errors import UserError
 
 SOURCES = "sources: {web: {path: a, max_epochs: 2}, code: {path: b}}\n"

@@ -13,9 +13,9 @@ from megalite.cli import plan as commands
 from megalite.config.fields import with_fields
 from megalite.config.validate import problems_of
 from megalite.frontends.command_line import parse
-from megalite.plan import autotune as tuning
-from megalite.plan.autotune import autotune
+from megalite.plan import measure as tuning
 from megalite.plan.layout_fields import layout_flags
+from megalite.plan.measure import autotune
 from megalite.plan.plan_request import read_request, training_tokens
 from megalite.plan.trial import DONE, Length, Trial, trial_config
 from megalite.utils.errors import UserError
