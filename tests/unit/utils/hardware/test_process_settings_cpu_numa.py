@@ -93,7 +93,7 @@ import os, sys, threading
 from pathlib import Path
 from unittest import mock
 import torch
-from megalite.utils.hardware import cpu
+from megalite.utils.hardware import process_settings
 
 def affinity_in_a_new_thread():
     found = []
@@ -105,8 +105,8 @@ def affinity_in_a_new_thread():
 may_end, own = threading.Event(), os.sched_getaffinity(0)
 older = threading.Thread(target=may_end.wait)
 older.start()
-with mock.patch.object(cpu, "_pci_address", lambda device: sys.argv[2]):
-    cpu.bind_to_gpu(torch.device("cuda", 0), Path(sys.argv[1]))
+with mock.patch.object(process_settings, "_pci_address", lambda device: sys.argv[2]):
+    process_settings.bind_to_gpu(torch.device("cuda", 0), Path(sys.argv[1]))
 bound = {max(own)}
 assert os.sched_getaffinity(older.native_id) == affinity_in_a_new_thread() == os.sched_getaffinity(0) == bound
 assert torch.get_num_threads() == 1
