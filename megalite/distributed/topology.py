@@ -54,6 +54,8 @@ from megalite.utils.torch_private import fake_backend_devices, fake_group
 class Topology:
     """Mesh of a run as one rank sees it: the rank's coordinate on every axis, and its device.
 
+    It does not change, except between two iterations by `change_layout`, for all that refer to it.
+
     Attributes:
         mesh: the mesh of the model's axes.
         world: all ranks as one axis.
@@ -135,6 +137,29 @@ class Topology:
             # join: this process would only report the error after the time-out.
             if not (has_failed and device.type == "cuda"):
                 dist.destroy_process_group()
+
+    def change_layout(self, options: MeshOptions) -> None:
+        """End all process groups, and start those of another layout of the same ranks; every rank calls it.
+
+        Nothing that was made from the old axes, such as a model, may be used afterwards.
+
+        Raises:
+            UserError: world size is not the product of the axes' sizes, before anything has changed.
+        """
+        sizes = options.sizes_in(self.world_size)
+        shard_degree = options.shard_degree_in(sizes, self.world_size)
+        timeout = timedelta(minutes=options.timeout_minutes)
+        # Groups of the same names have their addresses in the store, so the new ones have keys of their own.
+        store, observers = dist.PrefixStore("layout", self.store), self.observers
+        with self.world.wait(STORE_BARRIER):  # no rank may close a connection that another one still uses
+            wait_for_all(self.store, self.world_size)
+        dist.destroy_process_group()
+        _start_groups(self.rank, self.world_size, self.device, timeout, store=store)
+        changed = _from_mesh(options, sizes, shard_degree, self.rank, self.device, timeout)
+        object.__setattr__(changed.world, "observers", observers)
+        for name in ("mesh", "world", "meshes", "is_zigzag", "assigns_documents"):
+            object.__setattr__(self, name, getattr(changed, name))
+        self.__post_init__()
 
     @staticmethod
     @contextmanager
@@ -369,15 +394,27 @@ def _join(
     if init_file is not None and launch.world_size > 1:
         choose_interface("localhost", many_hosts=False)
     with rendezvous_explained(launch):
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            init_method=f"file://{init_file}" if init_file else None,
-            store=store,
-            rank=launch.rank,
-            world_size=launch.world_size,
-            timeout=timeout,
-            device_id=device if device.type == "cuda" else None,
-        )
+        method = f"file://{init_file}" if init_file else None
+        _start_groups(launch.rank, launch.world_size, device, timeout, store, method)
+
+
+def _start_groups(
+    rank: int,
+    world_size: int,
+    device: torch.device,
+    timeout: timedelta,
+    store: Store | None = None,
+    init_method: str | None = None,
+) -> None:
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        init_method=init_method,
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+        device_id=device if device.type == "cuda" else None,
+    )
 
 
 def _from_mesh(

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from megalite.checkpoint.lease import FolderLease
 from megalite.checkpoint.load import LoadPlan, load_checkpoint
+from megalite.checkpoint.parameter_range import Tensors
 from megalite.checkpoint.progress import TrainingProgress
+from megalite.checkpoint.relayout import exchange, hold
 from megalite.checkpoint.save import Contents
 from megalite.checkpoint.saver import Saver
 from megalite.checkpoint.stored_run import StoredRun
-from megalite.config import Config
+from megalite.config import Config, check_config
 from megalite.data.batch.microbatch import Microbatch
 from megalite.data.batch_loader import NUM_AHEAD, BatchLoader
 from megalite.data.build_datasets import DatasetSplits
 from megalite.data.gpt_dataset import Dataset
+from megalite.distributed.axis import CHECKPOINT
 from megalite.distributed.topology import Topology
 from megalite.model.experts import Router
 from megalite.model.stage import DTYPES, Stage, is_own_model
@@ -38,6 +45,7 @@ from megalite.train.stopping import Stopped
 from megalite.train.telemetry.timers import Timers
 from megalite.train.train_step import IterationPlanner, StepResult, TrainStep
 from megalite.utils.log import log
+from megalite.utils.torch_private import forget_compiled_code
 
 
 def build_pipeline(
@@ -90,16 +98,23 @@ class Trainer:
     def __init__(
         self, run: RunContext, datasets: DatasetSplits, gathering: WeightGathering | None = None
     ) -> None:
-        config, topology = run.config, run.topology
-        self.config = config
-        self.topology = topology
+        self.topology = run.topology
         self.timers = run.timers
+        self.progress = TrainingProgress()
+        self.saver = Saver(run.config.checkpoint, run.topology, run.lease)
+        self._build(run, datasets, gathering)
+
+    def _build(
+        self, run: RunContext, datasets: DatasetSplits, gathering: WeightGathering | None = None
+    ) -> None:
+        """Build what depends on the layout."""
+        config, topology = run.config, run.topology
+        self._run = run
+        self.config = config
         self.datasets = datasets
         self.gathering = gathering or WeightGathering.configured(config.parallel)
-        self.progress = TrainingProgress()
         self.global_batch_size = config.global_batch(topology.sample_ranks.size)
         self.num_microbatches = config.num_microbatches(topology.sample_ranks.size)
-        self.saver = Saver(config.checkpoint, topology, run.lease)
         with self.timers("model-and-optimizer-setup"):
             resources = ChunkResources.of(config, topology)
             self.activation_offload = resources.offload
@@ -139,6 +154,7 @@ class Trainer:
         self._is_unchecked = is_own_model(run.providers.model) and topology.device.type != "meta"
         if self.timers.level > 0:
             topology.observers.append(self.timers)
+        self._is_open = True
 
     def step(self, *, queues_next: bool = False) -> StepResult:
         """Train one iteration and advance the progress.
@@ -270,9 +286,7 @@ class Trainer:
                 self.datasets.record,
             )
             if loaded is not None:
-                self.optimizer.seal_state(
-                    {name.removeprefix("optimizer."): tensor for name, tensor in tensors.items()}
-                )
+                self._seal(tensors)
         if loaded is None:
             return None
         for notice in loaded.notices:
@@ -282,11 +296,62 @@ class Trainer:
         self.train_step.plan_iteration = IterationPlanner(self.config, self.topology.sample_ranks.size)
         return loaded
 
+    def change_layout(
+        self, config: Config, choose_gathering: Callable[[], WeightGathering] | None = None
+    ) -> int:
+        """Continue the run in another layout of the same ranks; every rank must call it between iterations.
+
+        The weights and the optimizer state move through host memory: see `bytes_to_hold`. What was read from
+        this trainer before, such as its chunks or its optimizer, is no longer trained, and its topology is
+        changed in place.
+
+        Args:
+            config: config of the run in the new layout, such as `Layout.apply` returns.
+            choose_gathering: called in the new layout, on every rank; see `Trainer`.
+
+        Returns:
+            The bytes that all ranks have sent to each other.
+
+        Raises:
+            UserError: the config cannot run on this number of ranks, or a data file has changed; raised on
+                every rank, before the layout changes.
+        """
+        check_config(config, self.topology.world_size)
+        with self.topology.events.during(CHECKPOINT):
+            self.verify_data()
+            self.saver.finish()
+            self.optimizer.check_state()
+            held = hold(self.tensors(), self.topology)
+            self.close()
+            # The device has no memory for two layouts.
+            del self.chunks, self.optimizer, self.pipeline, self.train_step, self.evaluator
+            del self.datasets, self.load_batch, self.activation_offload
+            if self.config.training.compile:
+                forget_compiled_code()
+            gc.collect()
+            torch.cuda.empty_cache()
+            self.topology.change_layout(config.mesh)
+            run = replace(self._run, config=config)
+            self._build(run, build_data(run), choose_gathering() if choose_gathering is not None else None)
+            tensors = self.tensors()
+            num_sent = exchange(held, tensors, self.topology)
+            self._seal(tensors)
+        return num_sent
+
+    def _seal(self, written: Tensors) -> None:
+        """Accept new values of `tensors`, an earlier result."""
+        self.optimizer.seal_state(
+            {name.removeprefix("optimizer."): tensor for name, tensor in written.items()}
+        )
+
     def close(self, *, waits: bool = True) -> None:
         """Stop reading training data ahead, and remove the parameters' hooks; the trainer cannot train again.
 
         See `BatchLoader.close` and `GradReducer.close`. A second call does nothing.
         """
+        if not self._is_open:
+            return
+        self._is_open = False
         self.load_batch.close(waits=waits)
         self.optimizer.reducer.close()
         if self.timers in self.topology.observers:
@@ -297,6 +362,24 @@ class Trainer:
 
     def __exit__(self, _: object, error: BaseException | None, *__: object) -> None:
         self.close(waits=error is None)
+
+
+class LayoutChange(NamedTuple):
+    """Change of the layout between two iterations.
+
+    Attributes:
+        before, after: the layouts, for people to read.
+        num_bytes: bytes that all ranks have sent to each other.
+    """
+
+    before: str
+    after: str
+    seconds: float
+    num_bytes: int
+
+
+Relayout = Callable[[Trainer], LayoutChange]
+"""Changes the layout of a trainer; every rank calls it."""
 
 
 def _batch_loader(run: RunContext, dataset: Dataset, num_microbatches: int) -> BatchLoader:

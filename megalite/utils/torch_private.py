@@ -177,6 +177,16 @@ def compilations_observed(begin: Callable[..., None], end: Callable[..., None]) 
         callback_handler.remove_end_callback(end)
 
 
+def forget_compiled_code() -> None:
+    """Free what torch.compile has compiled, and count recompilations anew.
+
+    The public `torch.compiler.reset` would also remove the functions of `compilations_observed`.
+    """
+    import torch._dynamo  # takes a second to import
+
+    torch._dynamo.reset_code_caches()
+
+
 def fake_backend_devices() -> list[str]:
     """Return the list of device types on which the backend "fake" runs; a caller may add to it.
 

@@ -346,6 +346,19 @@ def test_compilations_are_observed() -> None:
     assert events == ["begin", "end"]
 
 
+def test_compiled_code_is_forgotten() -> None:
+    events = list[str]()
+    __import__(torch_private.COMPILER)
+    compiled = torch.compile(lambda x: x + 2, backend="eager")
+    with torch_private.compilations_observed(lambda _: events.append("begin"), lambda _: None):
+        for _ in range(2):
+            compiled(torch.ones(1))
+        assert events == ["begin"]
+        torch_private.forget_compiled_code()
+        compiled(torch.ones(1))
+    assert events == ["begin", "begin"]
+
+
 def test_groups_of_the_fake_backend_run_on_added_devices() -> None:
     devices = torch_private.fake_backend_devices()
     assert {"cpu", "cuda"} <= set(devices)

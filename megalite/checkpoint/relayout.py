@@ -1,0 +1,244 @@
+"""Move a run's tensors to another layout of the same ranks, through their memory and without files.
+
+Before the old layout ends, each rank copies the pieces that it holds to host memory. Once the tensors of the
+new layout exist, each rank takes every piece that it needs from one of the ranks that hold it: from itself,
+or else from the next rank that does, so that replicas share the sends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megalite.checkpoint.manifest import TensorRecord, dtype_name
+from megalite.checkpoint.parameter_range import ParameterRange, Tensors
+from megalite.checkpoint.tensor_files import FilePiece, ReadTarget
+from megalite.distributed.collectives import all_reduce
+from megalite.distributed.topology import Topology
+from megalite.tensor_parallel.parameter_spec import ParameterShard
+from megalite.utils.errors import UserError, few
+
+MESSAGE_BYTES = 64 << 20
+"""Size of a message between two ranks. A rank has one to send and one to receive at a time."""
+
+
+def bytes_to_hold(tensors: Tensors) -> int:
+    """Return the host memory that `hold` and `exchange` need on a rank, besides the new layout's tensors."""
+    return sum(each.nbytes for each in map(_elements, tensors.values())) + 2 * MESSAGE_BYTES
+
+
+def hold(tensors: Tensors, topology: Topology) -> dict[str, FilePiece]:
+    """Copy what a rank offers to host memory: its elements, with their ranges in the old layout.
+
+    As in a checkpoint, the first of the ranks that hold a buffer offers it, and its replicas: others may have
+    seen other activations.
+
+    Args:
+        tensors: tensors of this rank, by name.
+    """
+    return {
+        name: FilePiece(_elements(tensor).to("cpu", copy=True), ParameterRange.of(tensor, topology))
+        for name, tensor in tensors.items()
+        if _elements(tensor).numel() and not _is_others_buffer(tensor, topology)
+    }
+
+
+def _is_others_buffer(tensor: Tensor | ParameterShard, topology: Topology) -> bool:
+    if isinstance(tensor, Tensor) or not tensor.is_buffer:
+        return False
+    return not tensor.spec.parameter_axes.acts(topology)
+
+
+@torch.no_grad()
+def exchange(held: dict[str, FilePiece], tensors: Tensors, topology: Topology) -> int:
+    """Fill the tensors of the new layout in place; every rank must call this.
+
+    Padding that no rank holds does not change.
+
+    Args:
+        held: what `hold` returned in the old layout. Each piece is removed once no rank needs it any more.
+        tensors: tensors of this rank, by name.
+        topology: the ranks in the new layout.
+
+    Returns:
+        The bytes that all ranks have sent to each other.
+
+    Raises:
+        UserError: elements are held by no rank, or by several that do not hold copies; a dtype or a shape has
+            changed, or a tensor is held that no rank needs. Raised on every rank, before anything is copied.
+    """
+    rank, size = topology.rank, topology.world_size
+    targets = {
+        name: ReadTarget(name, _elements(tensor), ParameterRange.of(tensor, topology))
+        for name, tensor in tensors.items()
+    }
+    offered, requests = _agreed_plan(held, targets, topology)
+
+    def outgoing(to: int) -> Iterator[Tensor]:
+        """Yield what another rank has requested of this rank's pieces."""
+        for name in requests[to].of(rank):
+            yield from _common_views(held[name].tensor, _range(held[name]), requests[to].ranges[name])
+
+    def incoming(source: int) -> Iterator[Tensor]:
+        """Yield where to put what another rank sends, in the order in which it sends it."""
+        for name in requests[rank].of(source):
+            target = targets[name]
+            yield from _common_views(target.elements, target.range, _range(offered[source][name]))
+
+    last_needed = {name: shift for shift in range(size) for name in requests[(rank + shift) % size].of(rank)}
+    num_sent = 0
+    for shift in range(size):
+        for name in [name for name in held if last_needed.get(name, -1) < shift]:
+            del held[name]
+        to, source = (rank + shift) % size, (rank - shift) % size
+        if shift == 0:
+            for own, view in zip(outgoing(to), incoming(source), strict=True):
+                view.copy_(own)
+        else:
+            num_sent += _send_and_receive(outgoing(to), to, incoming(source), source, topology)
+    held.clear()
+    return int(all_reduce(torch.tensor(num_sent), topology.world, of="bytes of the new layout"))
+
+
+@dataclass(frozen=True)
+class _Requests:
+    """What a rank needs.
+
+    Attributes:
+        ranges: ranges of its tensors, by name.
+        names: names of the pieces that it takes, by the rank that holds them.
+    """
+
+    ranges: Mapping[str, ParameterRange]
+    names: Mapping[int, Sequence[str]]
+
+    def of(self, holder: int) -> Sequence[str]:
+        return self.names.get(holder, ())
+
+
+_Offer = Mapping[str, TensorRecord]
+"""The pieces of a rank, by name; `file` is the number of the rank."""
+
+
+def _agreed_plan(
+    held: Mapping[str, FilePiece], targets: Mapping[str, ReadTarget], topology: Topology
+) -> tuple[Sequence[_Offer], Sequence[_Requests]]:
+    """Return what each rank holds, and what each requests from which ranks; a collective."""
+    records = {
+        name: TensorRecord(str(topology.rank), dtype_name(piece.tensor.dtype), piece.range)
+        for name, piece in held.items()
+    }
+    offered = topology.world.gather_objects(records, "tensors of the old layout")
+    chosen: dict[int, list[str]] = {}
+    with topology.agreed():
+        try:
+            chosen = _choose_holders(offered, targets, topology.rank)
+        except ValueError as error:
+            raise UserError(f"the layout cannot change: {error}") from error
+    own = _Requests({name: target.range for name, target in targets.items()}, chosen)
+    requests = topology.world.gather_objects(own, "tensors of the new layout")
+    known = {name for each in requests for name in each.ranges}
+    if lost := sorted({name for each in offered for name in each} - known):
+        raise UserError(f"the layout cannot change: no rank needs {few(lost)} of the old one")
+    return offered, requests
+
+
+def _common_views(elements: Tensor, own: ParameterRange, other: ParameterRange) -> Iterator[Tensor]:
+    """Yield views of what two ranges have in common, in the elements of `own`.
+
+    Boxes of a range are in the order of the full tensor, and no two of them interleave. So the views in the
+    elements of `other` have the same shapes, in the same order.
+    """
+    for box, values in own.views(elements):
+        for theirs, _ in other.boxes():
+            if (common := box.common(theirs)).numel:
+                yield common.within(box).of(values)
+
+
+def _range(piece: FilePiece | TensorRecord) -> ParameterRange:
+    assert piece.range is not None
+    return piece.range
+
+
+def _elements(tensor: Tensor | ParameterShard) -> Tensor:
+    return tensor.tensor if isinstance(tensor, ParameterShard) else tensor.detach().view(-1)
+
+
+def _choose_holders(
+    offered: Sequence[_Offer], targets: Mapping[str, ReadTarget], rank: int
+) -> dict[int, list[str]]:
+    """Return the names of the pieces that this rank takes, by the rank that it takes them from.
+
+    Raises:
+        ValueError: elements are in no piece, or in several that are no copies; a dtype or a shape differs.
+    """
+    chosen: dict[int, list[str]] = {}
+    nearest_first = [offered[(rank + shift) % len(offered)] for shift in range(len(offered))]
+    for name, target in targets.items():
+        records = [records[name] for records in nearest_first if name in records]
+        if others := {record.dtype for record in records} - {dtype_name(target.elements.dtype)}:
+            raise ValueError(f"{name} is {others.pop()}, here {dtype_name(target.elements.dtype)}")
+        for record in target.pieces(records):
+            chosen.setdefault(int(record.file), []).append(name)
+    return chosen
+
+
+def _send_and_receive(
+    outgoing: Iterable[Tensor], to: int, incoming: Iterable[Tensor], source: int, topology: Topology
+) -> int:
+    """Send parts to one rank and receive parts from another, a message at a time; return the bytes sent.
+
+    All ranks do this at the same time, each with the rank at the same distance. A rank waits for its messages
+    of one number before it begins the next, so no ranks can wait for each other in a circle.
+    """
+    num_sent, group = 0, topology.world.group
+    for sent, received in zip_longest(_messages(outgoing), _messages(incoming), fillvalue=()):
+        operations = []
+        if sent:
+            parts = [part.reshape(-1).view(torch.uint8) for part in sent]
+            message = torch.cat(parts).to(topology.device)
+            num_sent += message.numel()
+            operations.append(dist.P2POp(dist.isend, message, to, group))
+        if received:
+            sizes = [part.nbytes for part in received]
+            buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=topology.device)
+            operations.append(dist.P2POp(dist.irecv, buffer, source, group))
+        with topology.world.wait("send and receive", "tensors of the new layout"):
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
+        if received:
+            for part, content in zip(received, buffer.split(sizes), strict=True):
+                # A clone is aligned; parts of other dtypes come before it in the buffer.
+                part.copy_(content.clone().view(part.dtype).view(part.shape))
+    return num_sent
+
+
+def _messages(parts: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Divide parts into messages, in order. Parts of the same shapes and dtypes are divided alike."""
+    message: list[Tensor] = []
+    num_bytes = 0
+    for part in parts:
+        for piece in _small(part):
+            if message and num_bytes + piece.nbytes > MESSAGE_BYTES:
+                yield message
+                message, num_bytes = [], 0
+            message.append(piece)
+            num_bytes += piece.nbytes
+    if message:
+        yield message
+
+
+def _small(part: Tensor) -> Iterator[Tensor]:
+    """Yield views that together are the part, in order, none of them larger than a message."""
+    if part.nbytes <= MESSAGE_BYTES:
+        yield part
+    elif len(part) == 1:
+        yield from _small(part[0])
+    else:
+        for half in part.tensor_split(2):
+            yield from _small(half)
