@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -15,6 +16,7 @@ from megalite.config.option import (
     AnyOf,
     Conflicts,
     OnResume,
+    Range,
     Setting,
     option,
 )
@@ -29,11 +31,16 @@ _SAVES_EARLIER = AnyOf(
 )
 _LOADS_ALL = (Setting("load"), Setting("finetune", (False,), "--finetune loads only the weights"))
 _LOADS_OPTIMIZER = (*_LOADS_ALL, Setting("load_optim"))
+_LAYOUT_AT = Range(
+    lambda entry: re.fullmatch(r"[1-9][0-9]*:.+", entry),
+    "an iteration and the name of a layout, such as 1000:tp2dp4",
+    "cannot be read: write",
+)
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """Folders and times of saves, and what a run loads."""
+    """Folders and times of saves, what a run loads, and when its state moves to another layout."""
 
     default_on_resume: ClassVar[OnResume] = OnResume.FREE
 
@@ -97,8 +104,20 @@ class CheckpointConfig:
     """Allow the training data to differ from the checkpoint's. Samples are read in the new data's order."""
     allow_settings_change: bool = option(False, only_with=_LOADS_OPTIMIZER)
     """Allow settings of Adam, clipping, dropout and precision that differ from the checkpoint's."""
+    layout_at: tuple[str, ...] | None = option(None, allowed=_LAYOUT_AT)
+    """Change the layout during the run, in memory: ITERATION:LAYOUT ... with the names of megalite verify, as
+    in 1000:tp2dp4 5000:dp8+zero3."""
 
     conflicts: ClassVar[Conflicts] = {
+        "layout_at": {
+            ("dry_run", "verify_layouts"): ", which trains in one layout at a time: remove --layout-at",
+            "non_persistent_save_interval": (
+                ", whose saves only the same layout can load; a restart loads in the first one: remove one"
+            ),
+            Setting("global_batch_size", (None,)): (
+                ", whose default depends on the layout: pass the samples of an optimizer step"
+            ),
+        },
         "override_opt_param_scheduler": {
             "use_checkpoint_opt_param_scheduler": (
                 ": one resumes with the flags' schedule, the other with the checkpoint's; remove one"

@@ -15,7 +15,7 @@ from megalite.data.batch.microbatch import LM_LOSS
 from megalite.train.stopping import Stop, StopConditions, Stopped
 from megalite.train.telemetry.metrics import ValidationMetrics
 from megalite.train.train_step import StepResult
-from megalite.train.trainer import Trainer
+from megalite.train.trainer import LayoutChange, Relayout, Trainer
 from megalite.utils.errors import UserError, check_call, kind_of
 from megalite.utils.log import log
 
@@ -65,6 +65,12 @@ class Callback:
         It is called before the iteration, and must return the same on every rank.
         """
         return any(_overrides(self, hook) for hook in ("before_step", "after_step", "after_iteration"))
+
+    def before_layout_change(self, loop: TrainingLoop) -> None:
+        """Run before the layout changes, between two iterations. Let go of modules and optimizer state."""
+
+    def after_layout_change(self, loop: TrainingLoop, change: LayoutChange) -> None:
+        """Run after the layout has changed: `loop.trainer` has other chunks and another optimizer."""
 
     def on_evaluation(self, loop: TrainingLoop, metrics: ValidationMetrics) -> None:
         """Run after each evaluation, with its result."""
@@ -134,6 +140,10 @@ def check_callbacks(callbacks: Sequence[Callback]) -> None:
 class TrainingLoop:
     """Trains to the run's last iteration or to a stop condition.
 
+    Args:
+        layouts: what changes the layout, by the iteration after which it does. A run that resumes later
+            begins with the newest of them.
+
     Attributes:
         num_iterations: number of iterations of the whole run.
         stop: why the run ends before its last iteration; None while it continues, and once it is finished.
@@ -142,11 +152,16 @@ class TrainingLoop:
     """
 
     def __init__(
-        self, trainer: Trainer, stop_conditions: StopConditions, callbacks: Sequence[Callback]
+        self,
+        trainer: Trainer,
+        stop_conditions: StopConditions,
+        callbacks: Sequence[Callback],
+        layouts: Mapping[int, Relayout] | None = None,
     ) -> None:
         self.trainer = trainer
         self.stop_conditions = stop_conditions
         self._callbacks = tuple(callbacks)
+        self._layouts = dict(layouts or {})
         self.num_iterations = trainer.config.num_iterations(trainer.topology.sample_ranks.size)
         self.stop: Stop | None = None
         self.queues_next = trainer.topology.device.type == "cuda" and trainer.can_queue_next
@@ -275,8 +290,26 @@ class TrainingLoop:
             if self.queues_next and waiting:
                 log.info("no iteration is queued before the hooks of %s (needs_boundary)", ", ".join(waiting))
             while not self.is_ending:
+                self._change_layout_if_due()
                 self._run_iteration()
         return self.stop
+
+    def _change_layout_if_due(self) -> None:
+        passed = [iteration for iteration in self._layouts if iteration <= self.iteration]
+        if not passed:
+            return
+        relayout = self._layouts[max(passed)]
+        for iteration in passed:
+            del self._layouts[iteration]
+        for callback in self._callbacks:
+            callback.before_layout_change(self)
+        change = relayout(self.trainer)
+        log.info(
+            "layout after iteration %d: %s instead of %s; the change took %.1f s, and the ranks sent %.3f GB",
+            *(self.iteration, change.after, change.before, change.seconds, change.num_bytes / 1e9),
+        )
+        for callback in self._callbacks:
+            callback.after_layout_change(self, change)
 
     def _run_iteration(self) -> None:
         for callback in self._callbacks:
@@ -292,7 +325,8 @@ class TrainingLoop:
     def _may_queue_next(self) -> bool:
         """Return whether to queue an iteration before the hooks of the one before it run."""
         iteration, exit_interval = self.next_iteration, self.trainer.config.training.exit_interval
-        if not self.queues_next or iteration == self.num_iterations or is_due(iteration, exit_interval):
+        is_last = iteration == self.num_iterations or iteration in self._layouts  # of this layout
+        if not self.queues_next or is_last or is_due(iteration, exit_interval):
             return False
         return not any(callback.needs_boundary(self, iteration) for callback in self._callbacks)
 
@@ -302,11 +336,13 @@ def train(
     stop_conditions: StopConditions,
     callbacks: Sequence[Callback],
     states: CallbackStates | None = None,
+    layouts: Mapping[int, Relayout] | None = None,
 ) -> int:
     """Train from the trainer's progress to the end of the run or to a stop condition.
 
     Args:
         states: the callbacks' states in the checkpoint that was loaded; None for a new run.
+        layouts: see `TrainingLoop`.
 
     Returns:
         The exit status of the process.
@@ -314,7 +350,7 @@ def train(
     stop_conditions.signals.hold()
     requeue_note = stop_conditions.signals.requeue_note
     requeue_note.remove()
-    loop = TrainingLoop(trainer, stop_conditions, callbacks)
+    loop = TrainingLoop(trainer, stop_conditions, callbacks, layouts)
     if states is not None:
         loop.load_states(states)
     stop = loop.run()
@@ -428,6 +464,11 @@ class GarbageCollection(Callback):
 
     def needs_boundary(self, loop: TrainingLoop, iteration: int) -> bool:
         return False
+
+    def before_layout_change(self, loop: TrainingLoop) -> None:
+        if self._may_freeze:
+            gc.unfreeze()  # the old model is garbage soon
+        self._first_iteration = loop.next_iteration
 
     def _collect_and_freeze(self) -> None:
         gc.collect()

@@ -32,7 +32,7 @@ from megalite.train.replicas import (
     gather_rows,
 )
 from megalite.train.train_step import IterationPlan, StepResult
-from megalite.train.trainer import Trainer
+from megalite.train.trainer import LayoutChange, Trainer
 from megalite.utils.errors import UserError
 from megalite.utils.log import log
 
@@ -57,12 +57,26 @@ class Audit(Callback):
 
     @contextmanager
     def running(self, loop: TrainingLoop) -> Iterator[None]:
-        trainer = loop.trainer
         check_determinism(loop)
         self._first_iteration = loop.iteration
+        loop.trainer.saver.confirm(self._good_until)
+        with ExitStack() as self._auditing:
+            self._auditing.enter_context(self._in_layout(loop))
+            yield
+
+    def before_layout_change(self, loop: TrainingLoop) -> None:
+        self._auditing.close()
+        del self._replicas, self._microbatch
+
+    def after_layout_change(self, loop: TrainingLoop, change: LayoutChange) -> None:
+        self._auditing.enter_context(self._in_layout(loop))
+
+    @contextmanager
+    def _in_layout(self, loop: TrainingLoop) -> Iterator[None]:
+        """Compare the replicas of the trainer's layout in the block."""
+        trainer = loop.trainer
         self._replicas = ReplicaComparison(trainer)
         self._microbatch = MicrobatchComparison(trainer)
-        trainer.saver.confirm(self._good_until)
         log.info("%s", self._description(loop))
 
         def before_update() -> None:

@@ -37,7 +37,7 @@ from megalite.train.telemetry.time_recorder import TimeRecorder
 from megalite.train.telemetry.time_terms import TimeSample
 from megalite.train.telemetry.writers import Writers
 from megalite.train.train_step import StepResult
-from megalite.train.trainer import Trainer
+from megalite.train.trainer import LayoutChange, Trainer
 
 
 class MetricsLogging(Callback):
@@ -109,6 +109,12 @@ class MetricsLogging(Callback):
             meter.pause()
         if self.times is not None:
             self.times.end(time.perf_counter() - begin)
+
+    def after_layout_change(self, loop: TrainingLoop, change: LayoutChange) -> None:
+        figures = {"seconds": change.seconds, "bytes": float(change.num_bytes)}
+        self.writers.scalars(
+            loop.iteration, {f"layout change/{name}": each for name, each in figures.items()}
+        )
 
     def on_evaluation(self, loop: TrainingLoop, metrics: ValidationMetrics) -> None:
         self.writers.validation(metrics)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import math
@@ -9,6 +10,7 @@ import runpy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,7 +52,7 @@ from megalite.train.stopping import RequeueNote, Stop, StopConditions, Stopped, 
 from megalite.train.telemetry.metrics import ValidationMetrics
 from megalite.train.telemetry.writers import Writers
 from megalite.train.train_step import StepResult
-from megalite.train.trainer import start_trainer
+from megalite.train.trainer import LayoutChange, Relayout, Trainer, start_trainer
 from megalite.utils.errors import UserError
 from tests.checkpoint_folder import edit_run
 
@@ -75,6 +77,12 @@ class Recorder(Callback):
 
     def after_iteration(self, loop: TrainingLoop, result: StepResult) -> None:
         self.calls.append(f"between {loop.iteration} and {loop.next_iteration}")
+
+    def before_layout_change(self, loop: TrainingLoop) -> None:
+        self.calls.append(f"layout ends at {loop.iteration}")
+
+    def after_layout_change(self, loop: TrainingLoop, change: LayoutChange) -> None:
+        self.calls.append(f"{change.after} at {loop.iteration}")
 
     def on_evaluation(self, loop: TrainingLoop, metrics: ValidationMetrics) -> None:
         self.calls.append(f"{metrics.split} at {metrics.iteration}")
@@ -113,6 +121,7 @@ def _run(
     save_interval_minutes: float | None = None,
     loads: bool = False,
     ema_decay: float | None = None,
+    layouts: Mapping[int, Relayout] | None = None,
     **training: int,
 ) -> int:
     config = Config(
@@ -134,7 +143,8 @@ def _run(
     with Writers(config.logging, topology, "") as writers, start_trainer(config, topology) as trainer:
         loaded = trainer.load() if loads else None
         states = loaded and loaded.callbacks
-        return train(trainer, stop_conditions, [*callbacks, *default_callbacks(writers, config)], states)
+        callbacks = [*callbacks, *default_callbacks(writers, config)]
+        return train(trainer, stop_conditions, callbacks, states, layouts)
 
 
 def test_hooks_are_called_in_order(one_rank: Topology, tmp_path: Path) -> None:
@@ -147,6 +157,37 @@ def test_hooks_are_called_in_order(one_rank: Topology, tmp_path: Path) -> None:
         "test at 2",
         "end at 2",
     ]
+
+
+def test_layouts_change_after_their_iterations(
+    one_rank: Topology, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No object is frozen then, so that Python can collect the old model."""
+    recorder, collector = Recorder(), list[str]()
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: 0)
+    for name in ("freeze", "unfreeze"):
+        monkeypatch.setattr(gc, name, partial(collector.append, name))
+
+    def layout(name: str) -> Relayout:
+        def relayout(trainer: Trainer) -> LayoutChange:
+            collector.append(name)
+            return LayoutChange("the first", name, 0.5, 1000)
+
+        return relayout
+
+    def run(num_iterations: int, **options: bool) -> list[str]:
+        recorder.calls = []
+        layouts = {1: layout("A"), 3: layout("B")}
+        _run(one_rank, [recorder], tmp_path, layouts=layouts, train_iters=num_iterations, **options)
+        return [call for call in recorder.calls if not call.startswith(("before", "between"))]
+
+    assert run(3, manual_gc=True) == [
+        *("start at 0", "after 1", "save at 1", "layout ends at 1", "A at 1"),
+        *("after 2", "save at 2", "after 3", "save at 3", "valid at 3", "test at 3", "end at 3"),
+    ]
+    assert collector == ["freeze", "freeze", "unfreeze", "A", "freeze", "unfreeze"]
+    resumed = ["start at 3", "layout ends at 3", "B at 3", "after 4", "save at 4", "valid at 4", "test at 4"]
+    assert run(4, loads=True) == [*resumed, "end at 4"]
 
 
 @pytest.mark.parametrize(
