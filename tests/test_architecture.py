@@ -27,18 +27,19 @@ LEVELS = (
 )
 """Packages, and those below them that have a level of their own, from the lowest to the highest; those of one
 level do not import each other"""
-SAME_LEVEL = {("distributed.axes", "utils.errors")}
+SAME_LEVEL = {("distributed.axes", "utils.errors"), ("train.rank_training", "train.layout_changes")}
 LEVEL_OF = {package: level for level, packages in enumerate(LEVELS) for package in packages}
 LEVEL_OF_MODULE = {
     **{"pipeline.schedules": 0, "distributed.axes": 0},
-    "train.rank_training": LEVEL_OF["plan.ladder"],
+    **dict.fromkeys(("train.rank_training", "train.layout_changes"), LEVEL_OF["plan.ladder"]),
 }
 """Modules with a level of their own: tables of facts that every level reads, which do not import the rest of
-their package, and the run of a training, which starts the programs that read it"""
+their package, and the run of a training and its layouts, which start the programs that read it"""
 READING = {"plan", "plan.dry_run", "plan.ladder", "observe.report"}
 """Packages that read megalite and its results. Training works without them"""
 READERS_STARTED_BY = {
     "train.rank_training": {"plan.dry_run", "plan.rank_plan"},
+    "train.layout_changes": {"plan.rank_plan"},
 }
 """Modules of these packages that others import, besides the commands"""
 FOLDERS_OF_NO_PACKAGE = {"benchmarks", "docs", "scripts"}

@@ -114,6 +114,9 @@ class CheckpointConfig:
             "non_persistent_save_interval": (
                 ", whose saves only the same layout can load; a restart loads in the first one: remove one"
             ),
+            Setting("tp_comm_overlap_method", ("symmetric_memory",)): (
+                ", whose memory on the GPU torch does not free: pass --tp-comm-overlap-method chunks"
+            ),
             Setting("global_batch_size", (None,)): (
                 ", whose default depends on the layout: pass the samples of an optimizer step"
             ),

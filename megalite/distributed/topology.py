@@ -144,8 +144,11 @@ class Topology:
         Nothing that was made from the old axes, such as a model, may be used afterwards.
 
         Raises:
-            UserError: world size is not the product of the axes' sizes, before anything has changed.
+            UserError: world size is not the product of the axes' sizes, or ranks shard within nodes; before
+                anything has changed.
         """
+        if options.shards_within_node:
+            raise UserError("--shard-within-node: pass --data-parallel-shard-degree to change the layout")
         sizes = options.sizes_in(self.world_size)
         shard_degree = options.shard_degree_in(sizes, self.world_size)
         timeout = timedelta(minutes=options.timeout_minutes)
@@ -153,6 +156,8 @@ class Topology:
         store, observers = dist.PrefixStore("layout", self.store), self.observers
         with self.world.wait(STORE_BARRIER):  # no rank may close a connection that another one still uses
             wait_for_all(self.store, self.world_size)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         dist.destroy_process_group()
         _start_groups(self.rank, self.world_size, self.device, timeout, store=store)
         changed = _from_mesh(options, sizes, shard_degree, self.rank, self.device, timeout)

@@ -234,10 +234,13 @@ class RankPlan:
                     "smaller --cpu-offload-activations"
                 )
 
-    def warn_of_memory(self) -> None:
+    def warn_of_memory(self, where: str = "") -> None:
         """Warn if the plan of a layout that was passed needs more memory than a rank has.
 
         Rank 0 plans, without a collective. The program's own model is not planned.
+
+        Args:
+            where: beginning of the line.
         """
         is_passed = self.config.parallel.layout == "manual"
         if self.topology.rank != 0 or not is_passed or is_own_model(self.provider):
@@ -248,7 +251,8 @@ class RankPlan:
             return  # it cannot be planned
         if advice is not None:
             log.warning(
-                "planned %.1f GB of %.1f per rank: the run may run out of memory",
+                "%splanned %.1f GB of %.1f per rank: the run may run out of memory",
+                where,
                 advice.memory.total / _GB,
                 self.device.memory_bytes / _GB,
             )

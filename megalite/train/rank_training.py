@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
-from functools import partial
 
-import torch
-from torch.distributed import ReduceOp, Store
+from torch.distributed import Store
 
 from megalite.checkpoint.lease import hold_folder
-from megalite.checkpoint.relayout import bytes_to_hold
 from megalite.config import Config, check_config
 from megalite.config.config import layout_source
 from megalite.config.validate import problems_in_any_layout, unused_options
 from megalite.data.samples import Samples
 from megalite.data.tokenizers.tokenizer import configured_tokenizer
-from megalite.distributed.axes import coordinates_text
-from megalite.distributed.collectives import all_reduce
 from megalite.distributed.rendezvous import (
     Launch,
     refusal_reported,
@@ -30,14 +24,13 @@ from megalite.distributed.rendezvous import (
 from megalite.distributed.topology import Topology
 from megalite.frontends.command_line import ParsedRun
 from megalite.model.stage import StageProvider, is_own_model
-from megalite.observe.meta_tensors import meta_tensors
-from megalite.observe.verify.layouts import Layout, layouts_named
+from megalite.observe.verify.layouts import layouts_named
 from megalite.observe.verify.verification import verify_layouts
 from megalite.plan.dry_run.dry_run import dry_run
 from megalite.plan.rank_plan import LayoutTrial, RankPlan, train_in_chosen_layout
 from megalite.train.callbacks import default_callbacks
+from megalite.train.layout_changes import check_own_model, layouts_at, relayouts
 from megalite.train.loop import Callback, check_callbacks, train
-from megalite.train.model_chunks import build_chunks
 from megalite.train.own_model import warn_if_unverified
 from megalite.train.run_context import (
     DatasetProvider,
@@ -59,8 +52,8 @@ from megalite.train.setup import (
 )
 from megalite.train.stopping import StopConditions, StopSignals, exit_if_switched_off
 from megalite.train.telemetry.writers import Writers
-from megalite.train.trainer import LayoutChange, Relayout, Trainer
-from megalite.utils.errors import ConfigError, UserError, counted, one_line
+from megalite.train.trainer import Trainer
+from megalite.utils.errors import ConfigError, UserError, one_line
 from megalite.utils.log import configure_logging, log, log_notes
 
 
@@ -180,108 +173,6 @@ def task_evaluation(run: RunContext) -> Callable[[Writers], list[Callback]]:
     return lambda writers: [TaskEvaluation(tasks, tokenizer, writers)]
 
 
-def layouts_at(config: Config, world_size: int) -> dict[int, Layout]:
-    """Return the layouts of --layout-at, by the iteration after which each begins.
-
-    Raises:
-        ConfigError: lists what is wrong with each, in one line.
-    """
-    layouts: dict[int, Layout] = {}
-    problems: list[str] = []
-    for entry in config.checkpoint.layout_at or ():
-        number, _, name = entry.partition(":")
-        iteration = int(number)
-        num_iterations = config.num_iterations(1)  # does not depend on dp: the global batch size is set
-        if iteration <= max(layouts, default=0):
-            problems.append(
-                f"--layout-at {entry} is not after {max(layouts)}: write them in increasing order"
-            )
-        elif iteration >= num_iterations:
-            problems.append(
-                f"--layout-at {entry}: the run ends after iteration {num_iterations}: pass a smaller one"
-            )
-        try:
-            layouts[iteration] = layout = Layout.parse(name)
-            if layout.world_size != world_size:
-                raise UserError(_other_world_size(layout, world_size))
-            layout.apply(config, _global_batch_size(config))
-        except ConfigError as error:
-            problems += [f"--layout-at {entry}: {problem}" for problem in error.problems]
-        except UserError as error:
-            problems.append(f"--layout-at {entry}: {error}")
-    if problems:
-        raise ConfigError(problems)
-    return layouts
-
-
-def _other_world_size(layout: Layout, world_size: int) -> str:
-    num_replicas, rest = divmod(world_size, layout.world_size // layout.size("dp"))
-    advice = f"sizes whose product is {world_size}"
-    if rest == 0:
-        advice = str(replace(layout, sizes={**layout.sizes, "dp": num_replicas}))
-    return f"{layout} has {counted(layout.world_size, 'rank')}, and the run {world_size}: write {advice}"
-
-
-def _global_batch_size(config: Config) -> int:
-    assert config.training.global_batch_size is not None  # a rule of the config
-    return config.training.global_batch_size
-
-
-def check_own_model(run: RunContext, layouts: Collection[Layout]) -> None:
-    """Check that the program's own model can be built in each layout, by its first stage on meta tensors.
-
-    Raises:
-        UserError: it cannot; on every rank.
-    """
-    if not is_own_model(run.providers.model):
-        return
-    for layout in layouts:
-        config = layout.apply(run.config, _global_batch_size(run.config))
-        first = Topology.on_paper(config.mesh.sizes_in(layout.world_size), config.mesh.table)
-        try:
-            with meta_tensors():
-                build_chunks(config, first, build_stage=run.providers.model)
-        except UserError as error:
-            raise UserError(f"--layout-at, layout {layout}: {error}") from None
-
-
-def relayouts(
-    trainer: Trainer, layouts: Mapping[int, Layout], plan: RankPlan, explained: ExitStack
-) -> dict[int, Relayout]:
-    """Return what changes the run to each of the layouts, and log the host memory that this needs.
-
-    Args:
-        plan: plan of the first layout.
-        explained: stack in which the run's later errors of memory are explained.
-    """
-    first, topology = trainer.config, trainer.topology
-
-    def log_memory(after: int) -> None:
-        """Log the host memory that the next change needs, if there is one; a collective."""
-        if later := [iteration for iteration in layouts if iteration > after]:
-            needed = torch.tensor(float(bytes_to_hold(trainer.tensors())), dtype=torch.float64)
-            needed = all_reduce(needed, topology.world, ReduceOp.MAX, of="host memory")
-            log.info(
-                "--layout-at: the change after iteration %d needs up to %.3f GB of host memory per rank",
-                *(min(later), needed.item() / 1e9),
-            )
-
-    def change(iteration: int, trainer: Trainer) -> LayoutChange:
-        begin, before = time.perf_counter(), topology.sizes
-        layout = layouts[iteration]
-        new_plan = replace(plan, config=layout.apply(first, _global_batch_size(first)))
-        new_plan.warn_of_memory()
-        explained.enter_context(new_plan.explains_out_of_memory())
-        num_bytes = trainer.change_layout(new_plan.config, new_plan.weight_gathering)
-        announce(trainer)
-        log_memory(after=iteration)
-        seconds = time.perf_counter() - begin
-        return LayoutChange(coordinates_text(before), str(layout), seconds, num_bytes)
-
-    log_memory(after=trainer.progress.iteration - 1)
-    return {iteration: partial(change, iteration) for iteration in layouts}
-
-
 def train_rank(
     config: Config,
     launch: Launch,
@@ -315,6 +206,7 @@ def train_rank(
                 ExitStack() as explained,
                 Trainer(run, datasets, plan.weight_gathering()) as trainer,
             ):
+                del datasets  # the trainer's, until the layout changes
                 announce(trainer)
                 if is_own_model(providers.model):
                     warn_if_unverified(run)

@@ -40,10 +40,11 @@ def test_a_run_in_three_layouts_is_the_run_in_one(
     run(whole)
     changing = ["--save-interval", "2", "--layout-at", "1:tp2+sp", "3:dp2+zero3"]
     log = run(parts, *changing, "--exit-interval", "4")
-    assert "the change after iteration 1 needs up to" in log
+    assert "--layout-at 1:tp2+sp: the change needs up to" in log
     assert "layout after iteration 1: tp2+sp instead of pp 2 dp 1 tp 1" in log
     assert "layout after iteration 3: dp2+zero3 instead of pp 1 dp 1 tp 2" in log
     log = run(parts, *changing)
+    assert "--layout-at 3:dp2+zero3: the change needs up to" in log
     assert "layout after iteration 4: dp2+zero3 instead of pp 2 dp 1 tp 1" in log
     saved = [json.loads((parts / f"iter_000000{each}" / "run.json").read_text()) for each in (2, 4, 6)]
     assert [each["layout"]["tp"] for each in saved] == [2, 1, 1]

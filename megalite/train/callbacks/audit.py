@@ -65,6 +65,7 @@ class Audit(Callback):
             yield
 
     def before_layout_change(self, loop: TrainingLoop) -> None:
+        self._compare(loop)  # the new layout is made from some of the replicas, and may have no others
         self._auditing.close()
         del self._replicas, self._microbatch
 
@@ -101,10 +102,13 @@ class Audit(Callback):
 
     def after_iteration(self, loop: TrainingLoop, result: StepResult) -> None:
         if is_due(loop.iteration, loop.trainer.config.training.audit_interval):
-            if finding := self._replicas.find():
-                self._end(finding, loop, loop.iteration)
-            self._last_passed = loop.iteration
-            loop.trainer.saver.confirm(self._good_until)
+            self._compare(loop)
+
+    def _compare(self, loop: TrainingLoop) -> None:
+        if finding := self._replicas.find():
+            self._end(finding, loop, loop.iteration)
+        self._last_passed = loop.iteration
+        loop.trainer.saver.confirm(self._good_until)
 
     @property
     def _good_until(self) -> int:

@@ -37,6 +37,7 @@ from megalite.train.callbacks.hang_report import (
     write_stacks,
 )
 from megalite.train.loop import Callback, TrainingLoop
+from megalite.train.trainer import LayoutChange
 from megalite.utils.torch_private import num_collectives
 
 T = TypeVar("T")
@@ -207,6 +208,10 @@ class Watchdog:
         self._idle = self._longest = 0.0
         self._stamp = 0
         self._num_silent_polls: dict[int, tuple[int, int]] = {}  # by rank: its last stamp, and polls since
+
+    def start_anew(self) -> None:
+        """Let the next iteration take as long as a first one, which compiles and allocates."""
+        self._num_done_at_first = self._num_done()
 
     def begins(self, what: object) -> None:
         """Count the beginning of a pipeline's action as progress."""
@@ -384,7 +389,7 @@ class HangWatchdog(Callback):
             folder = config.checkpoint.run_folder or config.logging.tensorboard_dir
             connection = topology.store.clone()  # type: ignore[attr-defined]
             store = StatusStore(connection, topology.rank, topology.world_size, _PATIENCE_SECONDS)
-            dog = Watchdog(
+            dog = self._dog = Watchdog(
                 timeout, topology, store, Path(folder) if folder else None, lambda: trainer.progress.iteration
             )
             stack.enter_context(observing(topology.observers, dog, topology.events))
@@ -399,6 +404,10 @@ class HangWatchdog(Callback):
                 closed.set()
                 thread.join(_PATIENCE_SECONDS)
                 dog.post_end()
+
+    def after_layout_change(self, loop: TrainingLoop, change: LayoutChange) -> None:
+        if loop.trainer.config.hang_timeout:
+            self._dog.start_anew()
 
 
 def _num_collectives(topology: Topology) -> tuple[tuple[tuple[int, ...], int], ...]:

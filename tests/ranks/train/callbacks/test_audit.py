@@ -5,7 +5,7 @@ That they change nothing, and pass where gradients overflow, is shown in test_lo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,7 +32,7 @@ from megalite.train.loop import Callback, Checkpointing, TrainingLoop, train
 from megalite.train.replicas import AuditFailed, Finding
 from megalite.train.stopping import RequeueNote, StopConditions, StopSignals
 from megalite.train.train_step import StepResult
-from megalite.train.trainer import start_trainer
+from megalite.train.trainer import LayoutChange, Relayout, Trainer, start_trainer
 from megalite.utils.errors import UserError
 from tests.live_ranks import run_ranks
 from tests.power.bit_flips import BitFlip, Injection, flip
@@ -64,12 +64,17 @@ class Ended:
     iteration: int
 
 
-def _run(topology: Topology, config: Config, callbacks: Sequence[Callback]) -> Ended:
+def _run(
+    topology: Topology,
+    config: Config,
+    callbacks: Sequence[Callback],
+    layouts: Mapping[int, Relayout] | None = None,
+) -> Ended:
     stop = StopConditions(config.training, topology, StopSignals(RequeueNote(None)))
     failure = AuditFailed()
     with start_trainer(config, topology) as trainer:
         try:
-            train(trainer, stop, callbacks)
+            train(trainer, stop, callbacks, layouts=layouts)
         except AuditFailed as error:
             failure = error
         return Ended(failure.finding, str(failure), trainer.progress.iteration)
@@ -164,6 +169,19 @@ def test_every_copy_of_a_weight_is_compared(parallel: ParallelConfig, name: str)
         assert f"model.{name}" in ended.finding.names
         assert ended.finding.suspects == (0, 1)
         assert ended.iteration == 4
+
+
+def _with_later_layout(topology: Topology, config: Config, rank: int) -> Ended:
+    def relayout(trainer: Trainer) -> LayoutChange:
+        raise AssertionError("the replicas differ")
+
+    return _run(topology, config, [Audit(), ChangedWeight(rank, "layers.1.mlp.up.weight")], {3: relayout})
+
+
+def test_a_change_of_the_layout_hides_no_difference() -> None:
+    config = _config(DP2)
+    for ended in run_ranks(_with_later_layout, config.parallel.mesh, 2, config, 1):
+        assert ended.message.startswith("the audit of iteration 3 failed: model.layers.1.mlp.up.weight")
 
 
 def _with_saves(topology: Topology, config: Config, injected: BitFlip | None) -> Ended:

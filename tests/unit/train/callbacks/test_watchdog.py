@@ -150,12 +150,16 @@ def test_a_checkpoint_may_take_any_time(world: World) -> None:
     assert world.left == []
 
 
-def test_the_first_iteration_may_take_longer(world: World) -> None:
+@pytest.mark.parametrize("is_layout_new", [False, True])
+def test_the_first_iteration_may_take_longer(is_layout_new: bool, world: World) -> None:
     for rank in range(3):
-        world.num_done[rank] = 1
+        if is_layout_new:
+            world.dogs[rank].start_anew()
+        else:
+            world.num_done[rank] = 1
     world.tick(0, 1, 2, times=3 * POLLS - 1)
     assert world.left == []
-    world.tick(0, 1, 2, times=2)
+    world.tick(0, 1, 2, times=3)
     assert sorted(world.left) == [0, 1, 2]
 
 

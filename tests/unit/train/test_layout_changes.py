@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from megalite import ColumnParallelLinear, LayerContext, Microbatch, SequentialStage, Topology
 from megalite.frontends.command_line import parse
 from megalite.observe.verify.layouts import Layout
-from megalite.train.rank_training import check_own_model, layouts_at
+from megalite.plan.rank_plan import MemoryExhausted
+from megalite.train.layout_changes import check_own_model, layouts_at, naming
 from megalite.train.run_context import Providers, resolve_run
 from megalite.utils.errors import ConfigError, UserError
 from tests.command_line import mistakes_of
@@ -31,6 +32,13 @@ FLAGS = (
         ("5:dp4mbs4", ["5:dp4mbs4: --global-batch-size 8 is not divisible by --micro-batch-size 4"]),
         ("5:dp4 5:tp4 4:pp4", ["5:tp4 is not after 5", "4:pp4 is not after 5"]),
         ("9:dp4 10:tp4 70:dp4", ["10:tp4: the run ends after iteration 10", "70:dp4: the run ends after"]),
+        (
+            "5:dp2tp2 6:dp2shard2tp2 7:dp4 --num-distributed-optimizer-instances 1 --zero-stage 1",
+            [
+                "5:dp2tp2: tp2dp2 does not keep the groups of --num-distributed-optimizer-instances: write",
+                "7:dp4: dp4 does not keep",
+            ],
+        ),
         ("5:dp4 6:zb 7:tp2", ["6:zb: layout 'zb' has the schedule zb and no pipeline", "7:tp2: tp2 has 2"]),
     ],
 )
@@ -49,6 +57,11 @@ def test_mistakes_of_layouts(entries: str, mistakes: list[str]) -> None:
         ("--layout-at tp4", "--layout-at tp4 cannot be read: write an iteration and the name of a layout"),
         ("--layout-at 0:tp4", "--layout-at 0:tp4 cannot be read"),
         ("--layout-at 5:tp4 --dry-run --world-size 4", "--layout-at 5:tp4 with --dry-run"),
+        (
+            "--layout-at 5:tp4 --sequence-parallel --tp-comm-overlap "
+            "--tp-comm-overlap-method symmetric_memory",
+            "--layout-at 5:tp4 with --tp-comm-overlap-method symmetric_memory",
+        ),
         ("--layout-at 5:tp4 --verify-layouts tp4", "--layout-at 5:tp4 with --verify-layouts"),
     ],
 )
@@ -60,6 +73,14 @@ def test_the_layout_of_each_iteration() -> None:
     config = parse(shlex.split(f"{FLAGS} --layout-at 3:dp4+zero3 9:tp2cp2mbs2"))[0]
     assert layouts_at(config, 4) == {3: Layout.parse("dp4+zero3"), 9: Layout.parse("tp2cp2mbs2")}
     assert layouts_at(parse(shlex.split(FLAGS))[0], 4) == {}
+
+
+def test_an_error_of_memory_does_not_blame_the_first_layout() -> None:
+    with pytest.raises(UserError) as caught, naming("--layout-at 5:tp4: "):
+        raise MemoryExhausted("too large")
+    assert str(caught.value) == "--layout-at 5:tp4: too large"
+    assert caught.value.on_one_rank
+    assert not isinstance(caught.value, MemoryExhausted)
 
 
 class Narrow(nn.Module):
