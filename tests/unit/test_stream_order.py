@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megalite.checkpoint.relayout import _send_and_receive
 from megalite.checkpoint.saver import HostCopy
 from megalite.checkpoint.tensor_files import FilePiece
 from megalite.config import ModelConfig, OptimizerConfig, ParallelConfig, RecomputeConfig
@@ -294,6 +295,14 @@ def time_gemms() -> None:
     assert seconds_in_turns([lambda: x.add_(1.0), lambda: x.mul_(2.0)]) == [1e-3, 1e-3]
 
 
+def move_to_another_layout() -> None:
+    held = [torch.arange(4.0), torch.arange(3)]
+    with world(ParallelConfig(), 2) as topology:
+        wanted = [torch.zeros_like(part, device=StreamChecker.device) for part in held]
+        assert _send_and_receive(held, 1, wanted, 1, topology) == 40
+        assert all(part.add(1).shape == part.shape for part in wanted)
+
+
 def measure_host_link() -> None:
     assert _host_link_rate(StreamChecker.device, 1.0, True) > 0.0
 
@@ -340,8 +349,10 @@ SCENARIOS: dict[str, Callable[[], object]] = {
     "times of GEMMs": time_gemms,
     "timers": time_parts,
     "host link": measure_host_link,
+    "relayout": move_to_another_layout,
 }
 COVERED = {
+    "megalite/checkpoint/relayout.py": ("relayout",),
     "megalite/checkpoint/saver.py": ("zero 1",),
     "megalite/distributed/collectives.py": ("rows of experts",),
     "megalite/utils/hardware/host_memory.py": ("activations", "zero 1"),
