@@ -18,6 +18,11 @@ Tensors = Mapping[str, Tensor | ParameterShard]
 """The tensors of a rank by global name: shards of parameter-shaped tensors, and plain tensors."""
 
 
+def elements_of(tensor: Tensor | ParameterShard) -> Tensor:
+    """Return the elements that this rank holds, flat."""
+    return tensor.tensor if isinstance(tensor, ParameterShard) else tensor.detach().view(-1)
+
+
 @dataclass(frozen=True)
 class ParameterRange:
     """Elements ``[start, end)`` of a flattened box, and the position of the box in the full tensor.

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalite.checkpoint.manifest import TensorRecord, dtype_name
-from megalite.checkpoint.parameter_range import ParameterRange, Tensors
+from megalite.checkpoint.parameter_range import ParameterRange, Tensors, elements_of
 from megalite.checkpoint.tensor_files import FilePiece, ReadTarget
 from megalite.distributed.collectives import all_reduce
 from megalite.distributed.topology import Topology
@@ -29,7 +29,7 @@ MESSAGE_BYTES = 64 << 20
 
 def bytes_to_hold(tensors: Tensors) -> int:
     """Return the host memory that `hold` and `exchange` need on a rank, besides the new layout's tensors."""
-    return sum(each.nbytes for each in map(_elements, tensors.values())) + 2 * MESSAGE_BYTES
+    return sum(each.nbytes for each in map(elements_of, tensors.values())) + 2 * MESSAGE_BYTES
 
 
 def hold(tensors: Tensors, topology: Topology) -> dict[str, FilePiece]:
@@ -42,9 +42,9 @@ def hold(tensors: Tensors, topology: Topology) -> dict[str, FilePiece]:
         tensors: tensors of this rank, by name.
     """
     return {
-        name: FilePiece(_elements(tensor).to("cpu", copy=True), ParameterRange.of(tensor, topology))
+        name: FilePiece(elements_of(tensor).to("cpu", copy=True), ParameterRange.of(tensor, topology))
         for name, tensor in tensors.items()
-        if _elements(tensor).numel() and not _is_others_buffer(tensor, topology)
+        if elements_of(tensor).numel() and not _is_others_buffer(tensor, topology)
     }
 
 
@@ -74,7 +74,7 @@ def exchange(held: dict[str, FilePiece], tensors: Tensors, topology: Topology) -
     """
     rank, size = topology.rank, topology.world_size
     targets = {
-        name: ReadTarget(name, _elements(tensor), ParameterRange.of(tensor, topology))
+        name: ReadTarget(name, elements_of(tensor), ParameterRange.of(tensor, topology))
         for name, tensor in tensors.items()
     }
     offered, requests = _agreed_plan(held, targets, topology)
@@ -107,7 +107,7 @@ def exchange(held: dict[str, FilePiece], tensors: Tensors, topology: Topology) -
 
 @dataclass(frozen=True)
 class _Requests:
-    """What a rank needs.
+    """Tensors of a rank in the new layout, and where it takes them from.
 
     Attributes:
         ranges: ranges of its tensors, by name.
@@ -163,10 +163,6 @@ def _common_views(elements: Tensor, own: ParameterRange, other: ParameterRange) 
 def _range(piece: FilePiece | TensorRecord) -> ParameterRange:
     assert piece.range is not None
     return piece.range
-
-
-def _elements(tensor: Tensor | ParameterShard) -> Tensor:
-    return tensor.tensor if isinstance(tensor, ParameterShard) else tensor.detach().view(-1)
 
 
 def _choose_holders(

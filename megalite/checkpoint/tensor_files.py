@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.manifest import FileRecord, Manifest, TensorRecord, dtype_name, dtype_of
-from megalite.checkpoint.parameter_range import ParameterRange, Tensors, are_disjoint
+from megalite.checkpoint.parameter_range import ParameterRange, Tensors, are_disjoint, elements_of
 from megalite.distributed.topology import Topology
-from megalite.tensor_parallel.parameter_spec import ParameterShard
 from megalite.utils.files import file_system_of
 
 _BUFFER_BYTES = 16 << 20
@@ -260,7 +259,7 @@ def read_tensors(
         [
             ReadTarget(
                 (sources or {}).get(name, name),
-                tensor.tensor if isinstance(tensor, ParameterShard) else tensor.view(-1),
+                elements_of(tensor),
                 ParameterRange.of(tensor, topology),
             )
             for name, tensor in tensors.items()

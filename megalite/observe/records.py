@@ -16,7 +16,7 @@ from typing import Any
 from megalite.config import LayerSpec
 from megalite.observe.unit_record import PhaseRecord, UnitKey, UnitRecord, as_json, from_json
 
-_PACKAGES = ("config", "distributed", "kernels", "model", "observe", "tensor_parallel")
+_PACKAGES = ("attention", "config", "data", "distributed", "kernels", "model", "observe", "tensor_parallel")
 """Packages that determine what a record contains."""
 _MAX_BYTES = 32 << 20
 """Size of a file of records from which on it is written anew."""

@@ -157,9 +157,9 @@ def agreed_layout(
     Raises:
         UserError: raised by `choose`; on every rank.
     """
-    store.set(f"megalite/utils/hardware/{launch.rank}", json.dumps(asdict(hardware)))
+    store.set(f"megalite/hardware/{launch.rank}", json.dumps(asdict(hardware)))
     if launch.rank == 0:
-        keys = [f"megalite/utils/hardware/{rank}" for rank in range(launch.world_size)]
+        keys = [f"megalite/hardware/{rank}" for rank in range(launch.world_size)]
         nodes = {text: NodeHardware(**json.loads(text)) for text in store.multi_get(keys)}
         try:
             answer = {"choice": choose(weakest(list(nodes.values()))).to_json()}

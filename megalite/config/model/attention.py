@@ -81,7 +81,7 @@ class RopeOptions:
     """Share of the rotary frequencies, from the highest on, that --rope-scaling proportional keeps; the
     others are 0 (Gemma 4)."""
     rope_scaling_factor: float = option(8.0, allowed=POSITIVE, **_SCALED)
-    """How many times longer the samples may be."""
+    """Factor by which the samples may be longer."""
     original_max_position_embeddings: int = option(
         8192,
         "--yarn-original-max-position-embeddings",
