@@ -187,9 +187,8 @@ def _serve(connection: Connection) -> None:
         call = connection.recv_bytes()
         while True:
             _answer(connection, *pickle.loads(call))
+            gc.freeze()  # what this run imported; each collection would visit it again
             call = connection.recv_bytes()
-            gc.collect()  # the process groups of the last run, which have threads and sockets
-            gc.freeze()  # what the last run imported; each collection would visit it again
 
 
 def _answer(
@@ -215,6 +214,9 @@ def _answer(
             # and their errors could be reported instead of this one.
             connection.recv_bytes()
             raise
+    # End the process groups, whose threads wake a hundred times a second. After the answer the file of the
+    # rendezvous is removed, and a store that was about to write to it would wait for it until its time-out.
+    gc.collect()
     connection.send_bytes(pickle.dumps((True, result)))
 
 
