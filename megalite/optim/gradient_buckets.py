@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -293,6 +294,11 @@ With more, steps that follow a bucket's last reduction could precede the sum of 
 """
 
 
+def _call_if_alive(hook: weakref.ref[Callable[[Tensor], None]], gradient: Tensor) -> None:
+    if (alive := hook()) is not None:
+        alive(gradient)
+
+
 class GradReducer:
     """Reduction of gradients, which starts as soon as backward has filled a bucket.
 
@@ -355,14 +361,15 @@ class GradReducer:
         self._stream = torch.cuda.Stream() if is_on_gpu and is_followed else None
         grouped = zip(self._waiting, groups, strict=True)
         self._waiting_of = {buffer: waiting for waiting, group in grouped for buffer in group}
-        self._handles = [
-            entry.parameter.register_post_accumulate_grad_hook(hook) for _, entry, hook in self._hooks()
+        # What each parameter calls when it has a new gradient.
+        self._on_gradients = [
+            (buffer, entry, partial(self._on_gradient, buffer, entry))
+            for buffer in self._all_buffers
+            for entry in buffer.bucket.entries
         ]
-
-    def close(self) -> None:
-        """Remove the parameters' hooks: they form a cycle that Python's garbage collector cannot see."""
-        for handle in self._handles:
-            handle.remove()
+        for _, entry, hook in self._on_gradients:
+            # A strong reference would be part of a cycle that Python's garbage collector cannot see.
+            entry.parameter.register_post_accumulate_grad_hook(partial(_call_if_alive, weakref.ref(hook)))
 
     def main_grads(self) -> dict[nn.Parameter, MainGrad]:
         """Return each parameter's `main_grad`, for linear layers that add to the buffers without autograd."""
@@ -374,7 +381,7 @@ class GradReducer:
                 if buffer.written
                 else None,
             )
-            for buffer, entry, hook in self._hooks()
+            for buffer, entry, hook in self._on_gradients
         }
 
     def begin(self, num_microbatches: int) -> None:
@@ -410,12 +417,6 @@ class GradReducer:
     def wait_for_started(self) -> None:
         """Wait for the reductions that have started."""
         self._wait(0)
-
-    def _hooks(self) -> Iterator[tuple[GradientBuffer, BucketEntry, Callable[[Tensor], None]]]:
-        """Yield each parameter's function to call when it has a new gradient."""
-        for buffer in self._all_buffers:
-            for entry in buffer.bucket.entries:
-                yield buffer, entry, partial(self._on_gradient, buffer, entry)
 
     def _on_gradient(self, buffer: GradientBuffer, entry: BucketEntry, _: Tensor) -> None:
         buffer.accumulate(entry)

@@ -345,15 +345,14 @@ class Trainer:
         )
 
     def close(self, *, waits: bool = True) -> None:
-        """Stop reading training data ahead, and remove the parameters' hooks; the trainer cannot train again.
+        """Stop reading training data ahead; the trainer cannot train again. A second call does nothing.
 
-        See `BatchLoader.close` and `GradReducer.close`. A second call does nothing.
+        See `BatchLoader.close`.
         """
         if not self._is_open:
             return
         self._is_open = False
         self.load_batch.close(waits=waits)
-        self.optimizer.reducer.close()
         if self.timers in self.topology.observers:
             self.topology.observers.remove(self.timers)
 
