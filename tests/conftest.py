@@ -139,6 +139,16 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     return [f"samples: {samples} --layout-seed {option.layout_seed}"]
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collect without Python's garbage collector: what it would visit stays."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m deselects what is marked slow
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Unmark the samples of slow tests: rows of the layout table, and tests of other folders.

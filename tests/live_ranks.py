@@ -14,7 +14,6 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,11 +24,6 @@ from megalite.distributed.local_ranks import LocalRanks
 from megalite.distributed.topology import Topology
 from megalite.observe.verify.record_run import record_run as record_on
 from megalite.utils.log import log
-
-MAX_THREADS = 100
-"""Threads of a rank from which on new ranks start. Functions that do not close an optimizer leave process
-groups, each of whose threads wakes a hundred times a second."""
-
 
 class LiveRanks(LocalRanks):
     """Restores the process of a rank after each call.
@@ -47,14 +41,7 @@ class LiveRanks(LocalRanks):
         *args: Any,
         timeout: float = 300.0,
     ) -> list[Any]:
-        if any(_num_threads(rank.process.pid) > MAX_THREADS for rank in self._ranks):
-            self.end()
         return super().run(_call, options, world_size, function, *args, timeout=timeout)
-
-
-def _num_threads(pid: int | None) -> int:
-    """Return the threads of a process; 0 where there is no /proc."""
-    return sum(1 for _ in Path(f"/proc/{pid}/task").glob("*"))
 
 
 RANKS = LiveRanks()
