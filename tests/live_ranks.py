@@ -25,6 +25,7 @@ from megalite.distributed.topology import Topology
 from megalite.observe.verify.record_run import record_run as record_on
 from megalite.utils.log import log
 
+
 class LiveRanks(LocalRanks):
     """Restores the process of a rank after each call.
 

@@ -107,10 +107,13 @@ class CheckpointConfig:
     layout_at: tuple[str, ...] | None = option(None, allowed=_LAYOUT_AT)
     """Change the layout during the run, in memory: ITERATION:LAYOUT ... with the names of megalite verify, as
     in 1000:tp2dp4 5000:dp8+zero3."""
+    layout_file: str | None = option(None, allowed=LOCAL_PATH)
+    """File that changes the layout during the run, in memory. When it exists and has the name of a layout, as
+    tp2dp4, the run takes that layout after the iteration, and deletes the file."""
 
     conflicts: ClassVar[Conflicts] = {
-        "layout_at": {
-            ("dry_run", "verify_layouts"): ", which trains in one layout at a time: remove --layout-at",
+        ("layout_at", "layout_file"): {
+            ("dry_run", "verify_layouts"): ", which trains in one layout at a time: remove one",
             "non_persistent_save_interval": (
                 ", whose saves only the same layout can load; a restart loads in the first one: remove one"
             ),

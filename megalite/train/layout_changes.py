@@ -1,12 +1,13 @@
-"""Changes of the layout during a run: those of --layout-at, checked before the run and made in it."""
+"""Changes of the layout during a run: those of --layout-at, checked before it, and those of --layout-file."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch.distributed import ReduceOp
@@ -25,9 +26,13 @@ from megalite.train.model_chunks import build_chunks
 from megalite.train.run_context import RunContext
 from megalite.train.setup import announce
 from megalite.train.trainer import LayoutChange, Relayout, Trainer
-from megalite.utils.errors import ConfigError, UserError, counted
+from megalite.utils.errors import ConfigError, UserError, counted, one_line
+from megalite.utils.files import no_follow
 from megalite.utils.hardware.host_memory import free_bytes
 from megalite.utils.log import log
+
+_MAX_LAYOUT = 1000
+"""Characters of a layout's name."""
 
 
 def layouts_at(config: Config, world_size: int) -> dict[int, Layout]:
@@ -38,8 +43,6 @@ def layouts_at(config: Config, world_size: int) -> dict[int, Layout]:
     """
     layouts: dict[int, Layout] = {}
     problems: list[str] = []
-    groups = "data_parallel_shard_degree", "num_distributed_optimizer_instances"
-    grouped = [name for name in groups if getattr(config.parallel, name) is not None]
     for entry in config.checkpoint.layout_at or ():
         number, _, name = entry.partition(":")
         iteration = int(number)
@@ -53,15 +56,7 @@ def layouts_at(config: Config, world_size: int) -> dict[int, Layout]:
                 f"--layout-at {entry}: the run ends after iteration {num_iterations}: pass a smaller one"
             )
         try:
-            layouts[iteration] = layout = Layout.parse(name)
-            if layout.world_size != world_size:
-                raise UserError(_other_world_size(layout, world_size))
-            if grouped and layout.shard is None and layout.size("dp") > 1:
-                raise UserError(
-                    f"{layout} does not keep the groups of {flag_of(grouped[0])}: write shardN after its dp, "
-                    "for groups of N replicas"
-                )
-            layout.apply(config, _global_batch_size(config))
+            layouts[iteration] = _layout_named(name, config, world_size)
         except ConfigError as error:
             problems += [f"--layout-at {entry}: {problem}" for problem in error.problems]
         except UserError as error:
@@ -69,6 +64,25 @@ def layouts_at(config: Config, world_size: int) -> dict[int, Layout]:
     if problems:
         raise ConfigError(problems)
     return layouts
+
+
+def _layout_named(name: str, config: Config, world_size: int) -> Layout:
+    """Return a layout in which the run of `config` can train.
+
+    Raises:
+        UserError: there is no such layout, or the run cannot train in it.
+    """
+    layout = Layout.parse(name)
+    if layout.world_size != world_size:
+        raise UserError(_other_world_size(layout, world_size))
+    for degree in ("data_parallel_shard_degree", "num_distributed_optimizer_instances"):
+        if getattr(config.parallel, degree) is not None and layout.shard is None and layout.size("dp") > 1:
+            raise UserError(
+                f"{layout} does not keep the groups of {flag_of(degree)}: write shardN after its dp, for "
+                "groups of N replicas"
+            )
+    layout.apply(config, _global_batch_size(config))
+    return layout
 
 
 def _other_world_size(layout: Layout, world_size: int) -> str:
@@ -84,71 +98,137 @@ def _global_batch_size(config: Config) -> int:
     return config.training.global_batch_size
 
 
-def check_own_model(run: RunContext, layouts: Collection[Layout]) -> None:
+def check_own_model(run: RunContext, layouts: Mapping[str, Layout]) -> None:
     """Check that the program's own model can be built in each layout, by its first stage on meta tensors.
+
+    Args:
+        layouts: layouts by what messages call them.
 
     Raises:
         UserError: it cannot; on every rank.
     """
     if not is_own_model(run.providers.model):
         return
-    for layout in layouts:
+    for entry, layout in layouts.items():
         config = layout.apply(run.config, _global_batch_size(run.config))
         first = Topology.on_paper(config.mesh.sizes_in(layout.world_size), config.mesh.table)
         try:
             with meta_tensors():
                 build_chunks(config, first, build_stage=run.providers.model)
         except UserError as error:
-            raise UserError(f"--layout-at, layout {layout}: {error}") from None
+            raise UserError(f"{entry}: {error}") from None
 
 
-def relayouts(
-    trainer: Trainer, layouts: Mapping[int, Layout], plan: RankPlan, explained: ExitStack
-) -> dict[int, Relayout]:
-    """Return what changes the run to each of the layouts, and log the host memory that this needs.
+class LayoutChanges:
+    """Changes of the layout of a run: those of --layout-at, and those that --layout-file asks for.
 
     Args:
+        layouts: those of --layout-at, by the iteration after which each begins.
         plan: plan of the first layout.
         explained: stack in which the run's later errors of memory are explained.
+
+    Attributes:
+        scheduled: what changes the layout, by the iteration after which it does.
     """
-    first, topology = trainer.config, trainer.topology
 
-    entries = {iteration: f"--layout-at {iteration}:{layout}: " for iteration, layout in layouts.items()}
-    plans = {
-        iteration: replace(plan, config=layout.apply(first, _global_batch_size(first)))
-        for iteration, layout in layouts.items()
-    }
+    def __init__(
+        self,
+        trainer: Trainer,
+        run: RunContext,
+        layouts: Mapping[int, Layout],
+        plan: RankPlan,
+        explained: ExitStack,
+    ) -> None:
+        self._trainer, self._run, self._plan, self._explained = trainer, run, plan, explained
+        self._mistake = ""  # the last one of the file: one that cannot be deleted is seen again
+        self._pending = {
+            iteration: (f"--layout-at {iteration}:{layout}", layout) for iteration, layout in layouts.items()
+        }
+        for entry, layout in self._pending.values():
+            self._planned(layout).warn_of_memory(f"{entry}: ")
+        passed = (iteration for iteration in layouts if iteration <= trainer.progress.iteration)
+        self._log_memory_of_next(max(passed, default=1) - 1)
+        self.scheduled = {
+            iteration: partial(self._change, *pending, then=partial(self._log_memory_of_next, iteration))
+            for iteration, pending in self._pending.items()
+        }
 
-    def log_memory(after: int) -> None:
-        """Log the host memory that the next change needs, if there is one; a collective."""
-        if later := [iteration for iteration in layouts if iteration > after]:
-            needed = torch.tensor(float(bytes_to_hold(trainer.tensors())), dtype=torch.float64)
-            needed = all_reduce(needed, topology.world, ReduceOp.MAX, of="host memory")
-            entry, per_rank, free = entries[min(later)], needed.item(), free_bytes()
-            log.info("%sthe change needs up to %.3f GB of host memory per rank", entry, per_rank / 1e9)
-            if free is not None and plan.num_local * per_rank > free:
-                log.warning(
-                    "%sonly %.1f GB of host memory are free for the %d ranks of this machine: pass "
-                    "--use-distributed-optimizer, whose ranks hold less, or save and start again in it",
-                    *(entry, free / 1e9, plan.num_local),
-                )
+    def requested(self) -> Relayout | None:
+        """Return what changes the layout to that in the file of --layout-file, and delete the file.
 
-    def change(iteration: int, trainer: Trainer) -> LayoutChange:
-        begin, before = time.perf_counter(), topology.sizes
-        later = plans[iteration]
-        explained.enter_context(naming(entries[iteration]))
-        explained.enter_context(later.explains_out_of_memory())
+        Every rank must call it. Return None, and log why, if the run cannot train in this layout.
+        """
+        path = Path(self._run.config.checkpoint.layout_file or "")
+        topology = self._trainer.topology
+        text, mistake = topology.world.object_of_first(
+            _take(path) if topology.rank == 0 else ("", None), "layout file"
+        )
+        entry = f"--layout-file {path}, {text}" if text else f"--layout-file {path}"
+        try:
+            if mistake is not None:
+                raise UserError(mistake)
+            if not text:  # nothing has been written yet
+                return None
+            layout = _layout_named(text, self._run.config, topology.world_size)
+            check_own_model(self._run, {text: layout})
+        except UserError as error:
+            if (mistake := f"{entry}: {one_line(str(error))}; the layout stays") != self._mistake:
+                log.error("%s", mistake)
+            self._mistake = mistake
+            return None
+        self._planned(layout).warn_of_memory(f"{entry}: ")
+        self._log_memory(entry)
+        return partial(self._change, entry, layout)
+
+    def _planned(self, layout: Layout) -> RankPlan:
+        first = self._run.config
+        return replace(self._plan, config=layout.apply(first, _global_batch_size(first)))
+
+    def _change(
+        self, entry: str, layout: Layout, trainer: Trainer, then: Callable[[], None] = lambda: None
+    ) -> LayoutChange:
+        begin, before = time.perf_counter(), trainer.topology.sizes
+        later = self._planned(layout)
+        self._explained.enter_context(naming(f"{entry}: "))
+        self._explained.enter_context(later.explains_out_of_memory())
         num_bytes = trainer.change_layout(later.config, later.weight_gathering)
         announce(trainer)
-        log_memory(after=iteration)
+        then()
         seconds = time.perf_counter() - begin
-        return LayoutChange(coordinates_text(before), str(layouts[iteration]), seconds, num_bytes)
+        return LayoutChange(coordinates_text(before), str(layout), seconds, num_bytes)
 
-    for iteration, later in plans.items():
-        later.warn_of_memory(entries[iteration])
-    passed = max((iteration for iteration in layouts if iteration <= trainer.progress.iteration), default=1)
-    log_memory(after=passed - 1)
-    return {iteration: partial(change, iteration) for iteration in layouts}
+    def _log_memory_of_next(self, iteration: int) -> None:
+        """Log the host memory that the next change of --layout-at needs, if one follows the iteration."""
+        if later := [each for each in self._pending if each > iteration]:
+            self._log_memory(self._pending[min(later)][0])
+
+    def _log_memory(self, entry: str) -> None:
+        """Log the host memory that a change needs; a collective."""
+        trainer, plan = self._trainer, self._plan
+        needed = torch.tensor(float(bytes_to_hold(trainer.tensors())), dtype=torch.float64)
+        per_rank = all_reduce(needed, trainer.topology.world, ReduceOp.MAX, of="host memory").item()
+        log.info("%s: the change needs up to %.3f GB of host memory per rank", entry, per_rank / 1e9)
+        free = free_bytes()
+        if free is not None and plan.num_local * per_rank > free:
+            log.warning(
+                "%s: only %.1f GB of host memory are free for the %d ranks of this machine: pass "
+                "--use-distributed-optimizer, whose ranks hold less, or save and start again in it",
+                *(entry, free / 1e9, plan.num_local),
+            )
+
+
+def _take(path: Path) -> tuple[str, str | None]:
+    """Return the text of a file, which is deleted unless it is empty, and why that is impossible if it is."""
+    try:
+        with open(path, encoding="utf-8", opener=no_follow) as file:
+            text = file.read(_MAX_LAYOUT).strip()
+        if text:
+            path.unlink()
+    except FileNotFoundError:  # it has been read since ranks last looked for it
+        return "", None
+    except (OSError, UnicodeError) as error:
+        return "", f"it cannot be read and deleted ({getattr(error, 'strerror', None) or error})"
+    return text, None
 
 
 @contextmanager

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import gc
-import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -16,7 +15,6 @@ from megalite.train.stopping import Stop, StopConditions, Stopped
 from megalite.train.telemetry.metrics import ValidationMetrics
 from megalite.train.train_step import StepResult
 from megalite.train.trainer import LayoutChange, Relayout, Trainer
-from megalite.utils.errors import UserError, check_call, kind_of
 from megalite.utils.log import log
 
 
@@ -64,7 +62,7 @@ class Callback:
 
         It is called before the iteration, and must return the same on every rank.
         """
-        return any(_overrides(self, hook) for hook in ("before_step", "after_step", "after_iteration"))
+        return any(overrides(self, hook) for hook in ("before_step", "after_step", "after_iteration"))
 
     def before_layout_change(self, loop: TrainingLoop) -> None:
         """Run before the layout changes, between two iterations. Let go of modules and optimizer state."""
@@ -102,39 +100,9 @@ HOOKS = {name: hook for name, hook in vars(Callback).items() if not name.startsw
 """Names of a callback's hooks."""
 
 
-def _overrides(callback: Callback, hook: str) -> bool:
+def overrides(callback: Callback, hook: str) -> bool:
+    """Return whether a callback has a hook of its own."""
     return getattr(type(callback), hook) is not HOOKS[hook]
-
-
-def check_callbacks(callbacks: Sequence[Callback]) -> None:
-    """Check that each callback is a Callback, and that its hooks accept their arguments.
-
-    Raises:
-        UserError: a callback has another type, overrides no hook, or overrides one with other arguments; it
-            overrides only one of `state` and `load_state`, or another callback has a state of the same name.
-    """
-    with_state: set[str] = set()
-    if not isinstance(callbacks, Sequence):
-        raise UserError(f"callbacks is {kind_of(callbacks)}: pass a list of callbacks")
-    for callback in callbacks:
-        if not isinstance(callback, Callback):
-            raise UserError(f"callbacks holds {kind_of(callback)}: pass instances of subclasses of Callback")
-        name = type(callback).__name__
-        own = [hook for hook in HOOKS if _overrides(callback, hook)]
-        if not own:
-            raise UserError(f"{name} overrides no hook of Callback: define one of {', '.join(HOOKS)}")
-        for hook in own:
-            _, *arguments = inspect.signature(HOOKS[hook]).parameters
-            check_call(getattr(callback, hook), f"{name}.{hook}", *arguments)
-        if ("state" in own) != ("load_state" in own):
-            missing = "load_state" if "state" in own else "state"
-            raise UserError(f"{name} does not define {missing}: define state and load_state, or neither")
-        if "state" in own and name in with_state:
-            raise UserError(
-                f"callbacks holds two {name} with a state, which a checkpoint saves by the class's name: "
-                "make a subclass for one of them"
-            )
-        with_state |= {name} if "state" in own else set()
 
 
 class TrainingLoop:
@@ -143,6 +111,7 @@ class TrainingLoop:
     Args:
         layouts: what changes the layout, by the iteration after which it does. A run that resumes later
             begins with the newest of them.
+        requested_layout: called when the file of --layout-file exists; returns what changes the layout.
 
     Attributes:
         num_iterations: number of iterations of the whole run.
@@ -157,11 +126,14 @@ class TrainingLoop:
         stop_conditions: StopConditions,
         callbacks: Sequence[Callback],
         layouts: Mapping[int, Relayout] | None = None,
+        requested_layout: Callable[[], Relayout | None] = lambda: None,
     ) -> None:
         self.trainer = trainer
         self.stop_conditions = stop_conditions
         self._callbacks = tuple(callbacks)
         self._layouts = dict(layouts or {})
+        self._requested_layout = requested_layout
+        self._request_due: int | None = None
         self.num_iterations = trainer.config.num_iterations(trainer.topology.sample_ranks.size)
         self.stop: Stop | None = None
         self.queues_next = trainer.topology.device.type == "cuda" and trainer.can_queue_next
@@ -273,7 +245,7 @@ class TrainingLoop:
             log.warning("the checkpoint's state of callback %s is not used: this run has none", name)
 
     def _with_state(self) -> dict[str, Callback]:
-        return {type(each).__name__: each for each in self._callbacks if _overrides(each, "state")}
+        return {type(each).__name__: each for each in self._callbacks if overrides(each, "state")}
 
     def run(self) -> Stop | None:
         """Train. Return why the run ended early, or None if it is finished."""
@@ -285,7 +257,7 @@ class TrainingLoop:
             waiting = [
                 type(each).__name__
                 for each in self._callbacks
-                if not _overrides(each, "needs_boundary") and each.needs_boundary(self, self.next_iteration)
+                if not overrides(each, "needs_boundary") and each.needs_boundary(self, self.next_iteration)
             ]
             if self.queues_next and waiting:
                 log.info("no iteration is queued before the hooks of %s (needs_boundary)", ", ".join(waiting))
@@ -295,12 +267,16 @@ class TrainingLoop:
         return self.stop
 
     def _change_layout_if_due(self) -> None:
-        passed = [iteration for iteration in self._layouts if iteration <= self.iteration]
-        if not passed:
+        relayout = None
+        if passed := [iteration for iteration in self._layouts if iteration <= self.iteration]:
+            relayout = self._layouts[max(passed)]
+            for iteration in passed:
+                del self._layouts[iteration]
+        elif self._request_due is not None and self._request_due <= self.iteration:
+            self._request_due = None
+            relayout = self._requested_layout()
+        if relayout is None:
             return
-        relayout = self._layouts[max(passed)]
-        for iteration in passed:
-            del self._layouts[iteration]
         for callback in self._callbacks:
             callback.before_layout_change(self)
         change = relayout(self.trainer)
@@ -317,6 +293,8 @@ class TrainingLoop:
         result = self.trainer.step(queues_next=self._may_queue_next())
         if not self.is_finished:
             self.request_stop(self.stop_conditions.after(self.iteration))
+        if self.stop_conditions.has_layout_file and self._request_due is None:
+            self._request_due = self.iteration + self.queues_next  # the next one may be queued in this layout
         for callback in self._callbacks:
             callback.after_step(self, result)
         for callback in self._callbacks:
@@ -325,7 +303,8 @@ class TrainingLoop:
     def _may_queue_next(self) -> bool:
         """Return whether to queue an iteration before the hooks of the one before it run."""
         iteration, exit_interval = self.next_iteration, self.trainer.config.training.exit_interval
-        is_last = iteration == self.num_iterations or iteration in self._layouts  # of this layout
+        # Of this layout.
+        is_last = iteration in (self.num_iterations, self._request_due, *self._layouts)
         if not self.queues_next or is_last or is_due(iteration, exit_interval):
             return False
         return not any(callback.needs_boundary(self, iteration) for callback in self._callbacks)
@@ -337,12 +316,13 @@ def train(
     callbacks: Sequence[Callback],
     states: CallbackStates | None = None,
     layouts: Mapping[int, Relayout] | None = None,
+    requested_layout: Callable[[], Relayout | None] = lambda: None,
 ) -> int:
     """Train from the trainer's progress to the end of the run or to a stop condition.
 
     Args:
         states: the callbacks' states in the checkpoint that was loaded; None for a new run.
-        layouts: see `TrainingLoop`.
+        layouts, requested_layout: see `TrainingLoop`.
 
     Returns:
         The exit status of the process.
@@ -350,7 +330,7 @@ def train(
     stop_conditions.signals.hold()
     requeue_note = stop_conditions.signals.requeue_note
     requeue_note.remove()
-    loop = TrainingLoop(trainer, stop_conditions, callbacks, layouts)
+    loop = TrainingLoop(trainer, stop_conditions, callbacks, layouts, requested_layout)
     if states is not None:
         loop.load_states(states)
     stop = loop.run()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
@@ -29,8 +30,8 @@ from megalite.observe.verify.verification import verify_layouts
 from megalite.plan.dry_run.dry_run import dry_run
 from megalite.plan.rank_plan import LayoutTrial, RankPlan, train_in_chosen_layout
 from megalite.train.callbacks import default_callbacks
-from megalite.train.layout_changes import check_own_model, layouts_at, relayouts
-from megalite.train.loop import Callback, check_callbacks, train
+from megalite.train.layout_changes import LayoutChanges, check_own_model, layouts_at
+from megalite.train.loop import HOOKS, Callback, overrides, train
 from megalite.train.own_model import warn_if_unverified
 from megalite.train.run_context import (
     DatasetProvider,
@@ -53,7 +54,7 @@ from megalite.train.setup import (
 from megalite.train.stopping import StopConditions, StopSignals, exit_if_switched_off
 from megalite.train.telemetry.writers import Writers
 from megalite.train.trainer import Trainer
-from megalite.utils.errors import ConfigError, UserError, one_line
+from megalite.utils.errors import ConfigError, UserError, check_call, kind_of, one_line
 from megalite.utils.log import configure_logging, log, log_notes
 
 
@@ -108,6 +109,37 @@ def train_parsed_run(
         raise SystemExit(
             train_in_chosen_layout(config, parsed.set_fields, launch, settings, _with_vocabulary, train_in)
         )
+
+
+def check_callbacks(callbacks: Sequence[Callback]) -> None:
+    """Check that each callback is a Callback, and that its hooks accept their arguments.
+
+    Raises:
+        UserError: a callback has another type, overrides no hook, or overrides one with other arguments; it
+            overrides only one of `state` and `load_state`, or another callback has a state of the same name.
+    """
+    with_state: set[str] = set()
+    if not isinstance(callbacks, Sequence):
+        raise UserError(f"callbacks is {kind_of(callbacks)}: pass a list of callbacks")
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
+            raise UserError(f"callbacks holds {kind_of(callback)}: pass instances of subclasses of Callback")
+        name = type(callback).__name__
+        own = [hook for hook in HOOKS if overrides(callback, hook)]
+        if not own:
+            raise UserError(f"{name} overrides no hook of Callback: define one of {', '.join(HOOKS)}")
+        for hook in own:
+            _, *arguments = inspect.signature(HOOKS[hook]).parameters
+            check_call(getattr(callback, hook), f"{name}.{hook}", *arguments)
+        if ("state" in own) != ("load_state" in own):
+            missing = "load_state" if "state" in own else "state"
+            raise UserError(f"{name} does not define {missing}: define state and load_state, or neither")
+        if "state" in own and name in with_state:
+            raise UserError(
+                f"callbacks holds two {name} with a state, which a checkpoint saves by the class's name: "
+                "make a subclass for one of them"
+            )
+        with_state |= {name} if "state" in own else set()
 
 
 def _unused(config: Config, world_size: int | None) -> list[str]:
@@ -194,7 +226,7 @@ def train_rank(
         with hold_folder(config.checkpoint.save, topology) as lease:
             run = resolve_run(config, topology, lease=lease, providers=providers)
             check_checkpoint_folders(run.config.checkpoint, launch, topology)
-            check_own_model(run, layouts.values())
+            check_own_model(run, {f"--layout-at {at}:{layout}": layout for at, layout in layouts.items()})
             evaluates_tasks = task_evaluation(run)
             plan = RankPlan(run.config, topology, providers.model, max(launch.local_world_size, 1))
             plan.check_host_memory()
@@ -211,11 +243,15 @@ def train_rank(
                 if is_own_model(providers.model):
                     warn_if_unverified(run)
                 states = resume(trainer, launch)
-                stop_conditions = StopConditions(config.training, topology, signals, lease)
+                stop_conditions = StopConditions(
+                    config.training, topology, signals, lease, config.checkpoint.layout_file
+                )
+                changes = LayoutChanges(trainer, run, layouts, plan, explained)
                 return train(
                     trainer,
                     stop_conditions,
                     [*callbacks, *evaluates_tasks(writers), *default_callbacks(writers, run.config)],
                     states,
-                    relayouts(trainer, layouts, plan, explained),
+                    changes.scheduled,
+                    changes.requested,
                 )

@@ -213,9 +213,11 @@ class StopConditions:
 
     Args:
         lease: lease on the checkpoint folder, if there is one.
+        layout_file: the file of --layout-file, if there is one.
 
     Attributes:
         minutes: age of the run at the last check, the same on every rank.
+        has_layout_file: whether `layout_file` existed at the last check, the same on every rank.
     """
 
     def __init__(
@@ -224,11 +226,14 @@ class StopConditions:
         topology: Topology,
         signals: StopSignals,
         lease: FolderLease | None = None,
+        layout_file: str | None = None,
     ) -> None:
         self.config = config
         self.topology = topology
         self.signals = signals
         self.lease = lease
+        self.layout_file = layout_file
+        self.has_layout_file = False
         self._checked_at = 0, 0.0  # iteration and minutes
         self._iterations_between = 1
         self.minutes = 0.0
@@ -250,14 +255,14 @@ class StopConditions:
         return stop
 
     def now(self) -> Stop | None:
-        """Return why to stop now, or None; an all-reduce of four numbers.
+        """Return why to stop now, or None; an all-reduce of five numbers.
 
         Raises:
             LeaseLost: another run has taken over the checkpoint folder; raised on every rank.
         """
         config = self.config
-        minutes, is_off, which, is_lost = self._agreed()
-        self.minutes = minutes
+        minutes, is_off, which, is_lost, has_layout_file = self._agreed()
+        self.minutes, self.has_layout_file = minutes, bool(has_layout_file)
         if is_lost:
             assert self.lease is not None
             raise self.lease.loss()
@@ -283,7 +288,7 @@ class StopConditions:
             raise Stopped(stop)
 
     def _agreed(self) -> list[float]:
-        """Return age in minutes, kill switch, signal and lost lease, each as its maximum over all ranks.
+        """Return age in minutes, kill switch, signal, lost lease, layout file: each one's maximum over ranks.
 
         The tensor is on the host: a collective on the GPU would wait for all queued GPU work.
         """
@@ -296,6 +301,7 @@ class StopConditions:
                 self.topology.rank == 0 and is_switched_off(self.config),
                 0 if name is None else 1 + STOP_SIGNALS.index(name),
                 is_lost,
+                self.topology.rank == 0 and self.layout_file is not None and Path(self.layout_file).exists(),
             ],
             dtype=torch.float64,
             device="cpu",

@@ -43,10 +43,15 @@ def test_a_run_in_three_layouts_is_the_run_in_one(
     assert "--layout-at 1:tp2+sp: the change needs up to" in log
     assert "layout after iteration 1: tp2+sp instead of pp 2 dp 1 tp 1" in log
     assert "layout after iteration 3: dp2+zero3 instead of pp 1 dp 1 tp 2" in log
-    log = run(parts, *changing)
+    file = tmp_path / "layout"
+    file.write_text("tp2\n")
+    log = run(parts, *changing, "--layout-file", str(file))
     assert "--layout-at 3:dp2+zero3: the change needs up to" in log
     assert "layout after iteration 4: dp2+zero3 instead of pp 2 dp 1 tp 1" in log
+    assert f"--layout-file {file}, tp2: the change needs up to" in log
+    assert "layout after iteration 5: tp2 instead of pp 1 dp 2 tp 1" in log
+    assert not file.exists()
     saved = [json.loads((parts / f"iter_000000{each}" / "run.json").read_text()) for each in (2, 4, 6)]
-    assert [each["layout"]["tp"] for each in saved] == [2, 1, 1]
-    assert [each["layout"]["dp"] for each in saved] == [1, 2, 2]
+    assert [each["layout"]["tp"] for each in saved] == [2, 1, 2]
+    assert [each["layout"]["dp"] for each in saved] == [1, 2, 1]
     assert _losses(parts) == pytest.approx(_losses(whole), rel=1e-9 if more else 1e-12)

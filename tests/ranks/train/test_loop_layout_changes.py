@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import weakref
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,18 +14,28 @@ import pytest
 from torch import Tensor
 
 from megalite.checkpoint.saver import Saver
-from megalite.config import Config, DataConfig, LoggingConfig, ParallelConfig, TrainingConfig
+from megalite.config import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    LoggingConfig,
+    ParallelConfig,
+    TrainingConfig,
+)
 from megalite.config.presets import PRESETS
 from megalite.distributed.topology import Topology
 from megalite.observe.verify.layouts import Layout
+from megalite.plan.rank_plan import RankPlan
 from megalite.train.callbacks import default_callbacks
+from megalite.train.layout_changes import LayoutChanges
 from megalite.train.loop import Callback, TrainingLoop, train
-from megalite.train.run_context import RunContext
+from megalite.train.run_context import RunContext, resolve_run
 from megalite.train.stopping import RequeueNote, Stop, StopConditions, StopSignals
 from megalite.train.telemetry.metrics import ValidationMetrics
 from megalite.train.telemetry.writers import Writers
 from megalite.train.train_step import StepResult
 from megalite.train.trainer import LayoutChange, Relayout, Trainer, start_trainer
+from megalite.utils.log import log
 from tests.live_bytes import wait_for_other_threads
 from tests.live_ranks import run_ranks
 from tests.ranks.checkpoint.saving import Gate, writer
@@ -153,3 +164,43 @@ def test_callbacks_continue_and_a_resumed_run_begins_in_its_layout(tmp_path: Pat
 def undisturbed(topology: Topology, config: Config) -> list[float]:
     with start_trainer(config, topology) as trainer:
         return [trainer.step().loss for _ in range(NUM_ITERATIONS)]
+
+
+def ask(topology: Topology, config: Config) -> tuple[list[object], dict[str, int], list[str]]:
+    """Ask for layouts by the file, one after the other."""
+    file, found, lines = Path(config.checkpoint.layout_file or ""), list[object](), list[str]()
+    with (
+        start_trainer(config, topology) as trainer,
+        mock.patch.object(log, "error", lambda message, *values: lines.append(message % values)),
+    ):
+        run = resolve_run(config, topology)
+        changes = LayoutChanges(trainer, run, {}, RankPlan(run.config, topology, num_local=2), ExitStack())
+        for text in ("", "banana", "tp4", None, None, "tp2\n"):
+            if topology.rank == 0:
+                file.mkdir() if text is None else file.write_text(text)
+            relayout = changes.requested()
+            found.append(relayout is not None)
+            if topology.rank == 0:
+                found.append(file.exists())
+                if text is None:
+                    file.rmdir()
+        assert relayout is not None
+        assert changes.requested() is None  # it is not there any more
+        found.append(relayout(trainer).after)
+    return found, topology.sizes, lines
+
+
+def test_what_the_layout_file_asks_for(tmp_path: Path) -> None:
+    """A file that is still empty is read again, a mistake deleted; one that cannot be is logged once."""
+    config = config_of(tmp_path)
+    file = tmp_path / "layout"
+    config = replace(config, checkpoint=CheckpointConfig(layout_file=str(file)))
+    first, (found, sizes, lines) = run_ranks(ask, config.mesh, 2, config)
+    assert first[0] == [False, True, False, False, False, False, False, True, False, True, True, False, "tp2"]
+    assert found == [False, False, False, False, False, True, "tp2"]
+    assert (sizes["tp"], sizes["pp"]) == (2, 1)
+    banana, other_size, folder = lines
+    assert banana.startswith(f"--layout-file {file}, banana: layout 'banana' must consist of")
+    assert banana.endswith("; the layout stays")
+    assert "tp4: tp4 has 4 ranks, and the run 2: write sizes whose product is 2" in other_size
+    assert folder == f"--layout-file {file}: it cannot be read and deleted (Is a directory); the layout stays"

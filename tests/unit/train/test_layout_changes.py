@@ -62,6 +62,7 @@ def test_mistakes_of_layouts(entries: str, mistakes: list[str]) -> None:
             "--tp-comm-overlap-method symmetric_memory",
             "--layout-at 5:tp4 with --tp-comm-overlap-method symmetric_memory",
         ),
+        ("--layout-file f --dry-run --world-size 4", "--layout-file f with --dry-run"),
         ("--layout-at 5:tp4 --verify-layouts tp4", "--layout-at 5:tp4 with --verify-layouts"),
     ],
 )
@@ -102,8 +103,7 @@ class Odd(SequentialStage):
 def test_an_own_model_that_cannot_be_cut(topology: Topology) -> None:
     config = parse(shlex.split(FLAGS.replace("--tp 2 --pp 2", "--tp 1 --pp 1")))[0]
     run = resolve_run(config, topology, providers=Providers(model=Odd))
-    check_own_model(run, [Layout.parse("mbs4")])
-    with pytest.raises(
-        UserError, match=r"^--layout-at, layout tp2: a parameter of shape \(3, 64\) cannot be"
-    ):
-        check_own_model(run, [Layout.parse("mbs4"), Layout.parse("tp2")])
+    check_own_model(run, {"mbs4": Layout.parse("mbs4")})
+    layouts = {f"--layout-at 5:{name}": Layout.parse(name) for name in ("mbs4", "tp2")}
+    with pytest.raises(UserError, match=r"^--layout-at 5:tp2: a parameter of shape \(3, 64\) cannot be"):
+        check_own_model(run, layouts)

@@ -45,9 +45,9 @@ from megalite.train.loop import (
     Evaluation,
     GarbageCollection,
     TrainingLoop,
-    check_callbacks,
     train,
 )
+from megalite.train.rank_training import check_callbacks
 from megalite.train.stopping import RequeueNote, Stop, StopConditions, Stopped, StopSignals
 from megalite.train.telemetry.metrics import ValidationMetrics
 from megalite.train.telemetry.writers import Writers
@@ -435,6 +435,53 @@ def test_a_callback_with_hooks_between_iterations_needs_the_boundary(
     assert lines == [
         "no iteration is queued before the hooks of OneMinuteIterations, StopAtLoss (needs_boundary)"
     ]
+
+
+@pytest.mark.parametrize("queues_next", [False, True])
+def test_a_requested_layout_begins_between_iterations_none_of_which_is_queued(
+    one_rank: Topology, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, queues_next: bool
+) -> None:
+    """The request is seen after the second iteration; on a GPU the third one has been queued by then."""
+    monkeypatch.setattr("megalite.train.stopping.CHECK_SECONDS", 1e-9)  # after every iteration
+    file, queued = tmp_path / "layout", dict[int, bool]()
+
+    class Requests(Recorder):
+        def on_start(self, loop: TrainingLoop) -> None:
+            loop.queues_next = queues_next
+
+        def before_step(self, loop: TrainingLoop) -> None:
+            if loop.next_iteration == 2:
+                file.touch()
+
+        def after_step(self, loop: TrainingLoop, result: StepResult) -> None: ...
+
+        def after_iteration(self, loop: TrainingLoop, result: StepResult) -> None: ...
+
+        def needs_boundary(self, loop: TrainingLoop, iteration: int) -> bool:
+            return False
+
+    def step(trainer: Trainer, *, queues_next: bool = False) -> StepResult:
+        queued[trainer.progress.iteration + 1] = queues_next
+        return original(trainer, queues_next=False)
+
+    def requested() -> Relayout:
+        file.unlink()
+        return lambda trainer: LayoutChange("the first", "A", 0.5, 1000)
+
+    original = Trainer.step
+    monkeypatch.setattr(Trainer, "step", step)
+    config = Config(
+        model=replace(PRESETS["gpt-tiny"], vocab_size=64),
+        data=DataConfig(mock_data=True),
+        training=TrainingConfig(train_iters=5, eval_iters=0),
+    )
+    stop = StopConditions(config.training, one_rank, StopSignals(RequeueNote(None)), layout_file=str(file))
+    recorder = Requests()
+    with start_trainer(config, one_rank) as trainer:
+        train(trainer, stop, [recorder], requested_layout=requested)
+    at = 3 if queues_next else 2
+    assert recorder.calls == [f"layout ends at {at}", f"A at {at}", "end at 5"]
+    assert queued == {each: queues_next and each not in (3, 5) for each in range(1, 6)}
 
 
 EVERY = list(range(1, 9))

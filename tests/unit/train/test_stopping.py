@@ -239,6 +239,18 @@ def test_once_the_kill_switch_is_there_before_any_signal(topology, tmp_path: Pat
     assert end.value.code == 0
 
 
+def test_a_layout_file_stops_nothing(topology, tmp_path: Path) -> None:
+    file = tmp_path / "layout"
+    stop = StopConditions(TrainingConfig(), topology, StopSignals(RequeueNote(None)), layout_file=str(file))
+    for exists in (False, True, False):
+        if exists:
+            file.touch()
+        else:
+            file.unlink(missing_ok=True)
+        assert stop.now() is None
+        assert stop.has_layout_file == exists
+
+
 def test_an_age_alone_interrupts_nothing(topology, clock) -> None:
     stop = _conditions(topology, exit_duration_in_mins=1.0)
     clock[0] += 61.0
