@@ -24,6 +24,8 @@ TASKS = "tasks"
 """Name of the rows with scores of benchmark tasks, whose values have names such as `arc_easy/acc`."""
 EXPERTS = "experts"
 """Name of the rows with the tokens of experts."""
+LAYOUT = "layout"
+"""Name of the rows of changes of the layout."""
 POSITIONS = {
     "num_iterations",
     "train_iters",
@@ -47,10 +49,11 @@ class HistoryRow:
 
     Attributes:
         values: the metrics in the line, by their names in the file.
-        name: split and dataset of an evaluation, `TASKS` or `EXPERTS`; empty for an iteration.
+        name: split and dataset of an evaluation, `TASKS`, `EXPERTS` or `LAYOUT`; empty for an iteration.
         device: type of the device that it ran on, "cpu" or "cuda"; empty if the line does not say.
         sample: where the iteration's time went; None if it was not recorded.
         loads: tokens of the experts by layer, in rows with the name `EXPERTS`.
+        layouts: the layouts before and after, in rows with the name `LAYOUT`.
     """
 
     iteration: int
@@ -59,6 +62,7 @@ class HistoryRow:
     device: str = ""
     sample: TimeSample | None = None
     loads: Mapping[str, LayerLoads] = field(default_factory=dict)
+    layouts: tuple[str, str] = ("", "")
 
     @property
     def first(self) -> int:
@@ -82,6 +86,7 @@ class RunSegment:
     iterations: list[HistoryRow] = field(default_factory=list)
     evaluations: list[HistoryRow] = field(default_factory=list)
     expert_use: list[HistoryRow] = field(default_factory=list)
+    layout_changes: list[HistoryRow] = field(default_factory=list)
     num_kept: int = 0
 
     @property
@@ -177,7 +182,7 @@ def segments_of(rows: Iterable[HistoryRow]) -> list[RunSegment]:
             # An evaluation has the number of the iteration before it.
             number += row.iteration < last.iteration or (row.iteration == last.iteration and not row.name)
         segment = found.setdefault(row.values.get("start_time", float(number)), RunSegment())
-        kinds = {"": segment.iterations, EXPERTS: segment.expert_use}
+        kinds = {"": segment.iterations, EXPERTS: segment.expert_use, LAYOUT: segment.layout_changes}
         kinds.get(row.name, segment.evaluations).append(row)
         last = row
     segments = [found[key] for key in sorted(found)]
@@ -186,6 +191,7 @@ def segments_of(rows: Iterable[HistoryRow]) -> list[RunSegment]:
         segment.num_kept = sum(row.iteration < end for row in segment.iterations)
         segment.evaluations = [row for row in segment.evaluations if row.iteration < end]
         segment.expert_use = [row for row in segment.expert_use if row.iteration < end]
+        segment.layout_changes = [row for row in segment.layout_changes if row.iteration < end]
         end = min([end, *(row.first for row in segment.iterations)])
     return [segment for segment in segments if segment.rows]
 
@@ -198,7 +204,7 @@ def _row(line: str) -> HistoryRow | None:
         return None
     if not isinstance(record, dict):
         return None
-    values, name = record, ""
+    values, name, layouts = record, "", ("", "")
     if isinstance(validation := record.get("validation"), dict):
         values = {**record, **validation}
         split = str(validation.get("split", "valid"))
@@ -207,6 +213,9 @@ def _row(line: str) -> HistoryRow | None:
         name = f"{split} {validation['name']}" if validation.get("name") else split
     elif isinstance(tasks := record.get("tasks"), dict) and isinstance(scores := tasks.get("scores"), dict):
         values, name = {**scores, **record, **tasks}, TASKS
+    elif isinstance(change := record.get("layout_change"), dict):
+        values, name = {**record, **change}, LAYOUT
+        layouts = str(change.get("before", "")), str(change.get("after", ""))
     loads = loads_in(record.get("experts"))
     if loads is not None:
         values, name = {**record, **record["experts"]}, EXPERTS
@@ -215,7 +224,7 @@ def _row(line: str) -> HistoryRow | None:
         return None
     sample = sample_in(record.get("time_breakdown"))
     device = str(values.get("device", ""))
-    return HistoryRow(iteration, dict(_numbers(values)), name, device, sample, loads or {})
+    return HistoryRow(iteration, dict(_numbers(values)), name, device, sample, loads or {}, layouts)
 
 
 def _numbers(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

@@ -98,6 +98,11 @@ def tables(run: Run) -> Iterator[Table]:
         _starts(run.history),
     )
     yield from _filled(
+        "Layout changes",
+        ("after iteration", "from", "to", "seconds", "GB sent"),
+        _layout_changes(run.history),
+    )
+    yield from _filled(
         "Checkpoints",
         ("iteration", "written at (UTC)", "GB", "seconds to write"),
         _saves(run),
@@ -131,12 +136,14 @@ def _notes(run: Run) -> Iterator[tuple[int, str]]:
     saved = {checkpoint.iteration for checkpoint in run.checkpoints}
     for number, segment in enumerate(run.history.segments):
         evaluated = {row.iteration for row in segment.evaluations}
+        changed = {row.iteration for row in segment.layout_changes}
         lost = {id(row) for row in segment.lost}
         for row in segment.iterations:
             parts = []
             if row is segment.iterations[0]:
                 parts.append("the first after a restart" if number else "the first")
             parts += ["after an evaluation"] if row.first - 1 in evaluated else []
+            parts += ["after a change of the layout"] if row.first - 1 in changed else []
             parts += ["after a save"] if row.first - 1 in saved else []
             parts += [f"{skipped:.0f} skipped"] if (skipped := row.values.get("num_skipped", 0)) else []
             parts += ["repeated later"] if id(row) in lost else []
@@ -152,6 +159,12 @@ def _starts(history: History) -> Iterator[tuple[str, ...]]:
         down = "" if started is None or ended is None else _pause(started - ended)
         again = sum(row.iteration - row.first + 1 for row in before.lost) if before else 0
         yield str(first.first), format_time(started), down, f"{again} iterations" if again else ""
+
+
+def _layout_changes(history: History) -> Iterator[tuple[str, ...]]:
+    for row in (row for segment in history.segments for row in segment.layout_changes):
+        seconds, sent = row.values.get("seconds", 0.0), row.values.get("num_bytes", 0.0) / 1e9
+        yield str(row.iteration), *row.layouts, f"{seconds:.1f}", f"{sent:.3g}"
 
 
 def _pause(seconds: float) -> str:

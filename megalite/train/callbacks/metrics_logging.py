@@ -111,10 +111,7 @@ class MetricsLogging(Callback):
             self.times.end(time.perf_counter() - begin)
 
     def after_layout_change(self, loop: TrainingLoop, change: LayoutChange) -> None:
-        figures = {"seconds": change.seconds, "bytes": float(change.num_bytes)}
-        self.writers.scalars(
-            loop.iteration, {f"layout change/{name}": each for name, each in figures.items()}
-        )
+        self.writers.layout_change(loop.iteration, change._asdict())
 
     def on_evaluation(self, loop: TrainingLoop, metrics: ValidationMetrics) -> None:
         self.writers.validation(metrics)

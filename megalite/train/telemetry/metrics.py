@@ -433,5 +433,10 @@ class MetricsWriter:
     def scalars(self, iteration: int, scalars: Mapping[str, float]) -> None:
         """Write numbers by their tags."""
 
+    def layout_change(self, iteration: int, change: Mapping[str, Any]) -> None:
+        """Write the fields of a `LayoutChange` after an iteration."""
+        figures = {"seconds": float(change["seconds"]), "bytes": float(change["num_bytes"])}
+        self.scalars(iteration, {f"layout change/{name}": each for name, each in figures.items()})
+
     def close(self, *, has_failed: bool = False) -> None:
         """Write pending metrics, and whether the run has failed."""

@@ -7,7 +7,7 @@ import json
 import math
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
@@ -206,7 +206,7 @@ class MetricsFile(MetricsWriter):
     """File of one JSON object per line: the metrics of an interval, or of an evaluation.
 
     An evaluation is ``{"validation": {...}}``, or ``{"tasks": {...}}`` for benchmark tasks. The tokens of
-    experts are ``{"experts": {...}}``.
+    experts are ``{"experts": {...}}``, a change of the layout is ``{"layout_change": {...}}``.
 
     Floats keep their full precision. JSON cannot represent floats that are not finite: they are the strings
     "NaN", "Infinity" and "-Infinity". `wall_time` is the time at which the line was written, and `start_time`
@@ -253,6 +253,9 @@ class MetricsFile(MetricsWriter):
 
     def expert_use(self, loads: ExpertUse) -> None:
         self._write({"experts": loads.record()})
+
+    def layout_change(self, iteration: int, change: Mapping[str, Any]) -> None:
+        self._write({"layout_change": {"iteration": iteration, **change}})
 
     def close(self, *, has_failed: bool = False) -> None:
         self._file.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from megalite.checkpoint.lease import FolderLease
 from megalite.config import LoggingConfig
@@ -262,6 +263,10 @@ class Writers:
     def task_scores(self, metrics: TaskScores) -> None:
         for writer in self._writing():
             writer.task_scores(metrics)
+
+    def layout_change(self, iteration: int, change: Mapping[str, Any]) -> None:
+        for writer in self._writing():
+            writer.layout_change(iteration, change)
 
     def close(self, *, has_failed: bool = False) -> None:
         """Write pending metrics and close the files; a second call does nothing."""

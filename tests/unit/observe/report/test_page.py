@@ -10,9 +10,10 @@ import pytest
 from megalite.observe.report.page import page
 from megalite.observe.report.run_folder import Run, open_run
 from megalite.observe.report.run_history import HistoryRow, read_history
-from megalite.observe.report.time_report import expert_table, metric_table, short_number
+from megalite.observe.report.time_report import expert_table, metric_table, short_number, tables
 from megalite.train.telemetry.metrics import ExpertUse, LayerLoads, loads_in
 from megalite.train.telemetry.time_terms import COMPUTING, TimeComparison, TimeTerm
+from megalite.train.trainer import LayoutChange
 from tests.run_folder import iteration, write_metrics, write_restarted_run
 
 EVEN, UNEVEN = LayerLoads((4, 4, 4), 1.0), LayerLoads((9, 3, 0), 0.5, dropped=2)
@@ -95,6 +96,29 @@ def test_the_page_shows_the_last_loads(tmp_path: Path) -> None:
     html = page([open_run(file)])
     assert "Experts of run" in html and "<td>layers.0</td><td>1.00</td>" in html
     assert "4 broken lines were skipped" in html
+
+
+def test_changes_of_the_layout_are_those_of_iterations_that_count(tmp_path: Path) -> None:
+    """A start that repeats iterations has changed the layout after them for nothing."""
+    lines = []
+    for start, number, layouts in (
+        (0.0, 1, ("tp 2", "tp4")),
+        (0.0, 2, None),
+        (0.0, 3, ("tp 4", "lost")),
+        (9.0, 3, ("tp 2", "pp4")),
+    ):
+        lines.append(iteration(number, start, start + number))
+        if layouts is not None:
+            change = LayoutChange(*layouts, seconds=1.25, num_bytes=2_500_000_000)._asdict()
+            record = {"layout_change": {"iteration": number, **change}}
+            lines.append(record | {"start_time": start, "wall_time": start + number})
+    run = open_run(write_metrics(tmp_path / "run.jsonl", lines))
+    assert run.history.num_broken == 0 and not run.history.evaluations
+    (changes,) = (table for table in tables(run) if table.title == "Layout changes")
+    assert changes.rows == (("1", "tp 2", "tp4", "1.2", "2.5"), ("3", "tp 2", "pp4", "1.2", "2.5"))
+    (slowest,) = (table for table in tables(run) if table.title == "Slowest iterations")
+    notes = {cells[0]: cells[-1] for cells in slowest.rows}
+    assert notes["2"] == "after a change of the layout"
 
 
 def test_an_entropy_that_is_not_a_number_is_read() -> None:

@@ -30,6 +30,7 @@ from megalite.train.telemetry.writers import (
     short_line,
     validation_block,
 )
+from megalite.train.trainer import LayoutChange
 from megalite.utils.errors import UserError
 from megalite.utils.log import configure_logging, log
 
@@ -386,3 +387,18 @@ def test_the_loads_of_experts_are_in_all_outputs(
     assert (event.step, event.value) == (7, 1.0)
     (histogram,) = events.Histograms("tokens of experts by layer/layers.1")
     assert (histogram.histogram_value.num, histogram.histogram_value.sum) == (3, 9)
+
+
+def test_a_change_of_the_layout_is_in_all_outputs(config: LoggingConfig, tmp_path: Path) -> None:
+    change = LayoutChange("pp 2 dp 1 tp 1", "tp2+sp", 0.5, 3000)
+    with Topology.fake(PARALLEL.mesh, 2, rank=1) as topology, Writers(config, topology, "") as writers:
+        writers.layout_change(7, change._asdict())
+    (line,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert line["layout_change"] == {
+        **{"iteration": 7, "before": "pp 2 dp 1 tp 1", "after": "tp2+sp"},
+        **{"seconds": 0.5, "num_bytes": 3000},
+    }
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    for name, value in (("seconds", 0.5), ("bytes", 3000.0)):
+        (event,) = events.Scalars(f"layout change/{name}")
+        assert (event.step, event.value) == (7, value)
