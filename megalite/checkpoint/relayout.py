@@ -1,8 +1,7 @@
 """Move a run's tensors to another layout of the same ranks, through their memory and without files.
 
-Before the old layout ends, each rank copies the pieces that it holds to host memory. Once the tensors of the
-new layout exist, each rank takes every piece that it needs from one of the ranks that hold it: from itself,
-or else from the next rank that does, so that replicas share the sends.
+Before the old layout ends, each rank copies its share of them to host memory, as for a checkpoint. Once the
+tensors of the new layout exist, each rank takes what it needs from the ranks that hold it.
 """
 
 from __future__ import annotations
@@ -17,41 +16,36 @@ from torch import Tensor
 
 from megalite.checkpoint.manifest import TensorRecord, dtype_name
 from megalite.checkpoint.parameter_range import ParameterRange, Tensors, elements_of
+from megalite.checkpoint.save import plan_save
 from megalite.checkpoint.tensor_files import FilePiece, ReadTarget
 from megalite.distributed.collectives import all_reduce
 from megalite.distributed.topology import Topology
-from megalite.tensor_parallel.parameter_spec import ParameterShard
 from megalite.utils.errors import UserError, few
 
 MESSAGE_BYTES = 64 << 20
 """Size of a message between two ranks. A rank has one to send and one to receive at a time."""
 
 
-def bytes_to_hold(tensors: Tensors) -> int:
+def bytes_to_hold(tensors: Tensors, topology: Topology) -> int:
     """Return the host memory that `hold` and `exchange` need on a rank, besides the new layout's tensors."""
-    return sum(each.nbytes for each in map(elements_of, tensors.values())) + 2 * MESSAGE_BYTES
+    return sum(piece.num_bytes for piece in plan_save(tensors, topology).values()) + 2 * MESSAGE_BYTES
 
 
 def hold(tensors: Tensors, topology: Topology) -> dict[str, FilePiece]:
-    """Copy what a rank offers to host memory: its elements, with their ranges in the old layout.
+    """Copy to host memory what this rank would write to a checkpoint, with the ranges in the old layout.
 
-    As in a checkpoint, the first of the ranks that hold a buffer offers it, and its replicas: others may have
-    seen other activations.
+    Ranks that have the same elements each hold a share of them.
 
     Args:
         tensors: tensors of this rank, by name.
     """
     return {
-        name: FilePiece(elements_of(tensor).to("cpu", copy=True), ParameterRange.of(tensor, topology))
-        for name, tensor in tensors.items()
-        if elements_of(tensor).numel() and not _is_others_buffer(tensor, topology)
+        name: FilePiece(
+            piece.tensor.to("cpu", copy=True).flatten(),
+            piece.range or ParameterRange.of(tensors[name], topology),
+        )
+        for name, piece in plan_save(tensors, topology).items()
     }
-
-
-def _is_others_buffer(tensor: Tensor | ParameterShard, topology: Topology) -> bool:
-    if isinstance(tensor, Tensor) or not tensor.is_buffer:
-        return False
-    return not tensor.spec.parameter_axes.acts(topology)
 
 
 @torch.no_grad()

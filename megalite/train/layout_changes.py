@@ -141,16 +141,16 @@ class LayoutChanges:
     ) -> None:
         self._trainer, self._run, self._plan, self._explained = trainer, run, plan, explained
         self._mistake = ""  # the last one of the file: one that cannot be deleted is seen again
-        self._pending = {
+        self._entries = {
             iteration: (f"--layout-at {iteration}:{layout}", layout) for iteration, layout in layouts.items()
         }
-        for entry, layout in self._pending.values():
+        for entry, layout in self._entries.values():
             self._planned(layout).warn_of_memory(f"{entry}: ")
         passed = (iteration for iteration in layouts if iteration <= trainer.progress.iteration)
         self._log_memory_of_next(max(passed, default=1) - 1)
         self.scheduled = {
-            iteration: partial(self._change, *pending, then=partial(self._log_memory_of_next, iteration))
-            for iteration, pending in self._pending.items()
+            iteration: partial(self._change, *entry, then=partial(self._log_memory_of_next, iteration))
+            for iteration, entry in self._entries.items()
         }
 
     def requested(self) -> Relayout | None:
@@ -199,20 +199,20 @@ class LayoutChanges:
 
     def _log_memory_of_next(self, iteration: int) -> None:
         """Log the host memory that the next change of --layout-at needs, if one follows the iteration."""
-        if later := [each for each in self._pending if each > iteration]:
-            self._log_memory(self._pending[min(later)][0])
+        if later := [each for each in self._entries if each > iteration]:
+            self._log_memory(self._entries[min(later)][0])
 
     def _log_memory(self, entry: str) -> None:
         """Log the host memory that a change needs; a collective."""
         trainer, plan = self._trainer, self._plan
-        needed = torch.tensor(float(bytes_to_hold(trainer.tensors())), dtype=torch.float64)
+        needed = torch.tensor(float(bytes_to_hold(trainer.tensors(), trainer.topology)), dtype=torch.float64)
         per_rank = all_reduce(needed, trainer.topology.world, ReduceOp.MAX, of="host memory").item()
         log.info("%s: the change needs up to %.3f GB of host memory per rank", entry, per_rank / 1e9)
         free = free_bytes()
         if free is not None and plan.num_local * per_rank > free:
             log.warning(
-                "%s: only %.1f GB of host memory are free for the %d ranks of this machine: pass "
-                "--use-distributed-optimizer, whose ranks hold less, or save and start again in it",
+                "%s: only %.1f GB of host memory are free for the %d ranks of this machine: save, and start "
+                "again in this layout",
                 *(entry, free / 1e9, plan.num_local),
             )
 

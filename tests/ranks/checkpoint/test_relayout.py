@@ -100,21 +100,32 @@ def test_random_cuts_in_small_messages(seed: int) -> None:
     assert max(first) > 1000
 
 
-def same_layout(topology: Topology) -> int:
+def same_layout(topology: Topology) -> tuple[int, int]:
+    """Move nowhere; return the bytes sent by all ranks, and those that this one held."""
     tensors = cut_tensors(topology, 1, is_empty=False)
     expected = {name: elements(each).clone() for name, each in tensors.items()}
-    held, needed = hold(tensors, topology), bytes_to_hold(tensors)
+    held, needed = hold(tensors, topology), bytes_to_hold(tensors, topology)
     held_bytes = sum(piece.num_bytes for piece in held.values())
     assert needed == held_bytes + 2 * relayout.MESSAGE_BYTES
     for each in tensors.values():
         elements(each).zero_()
     sent = exchange(held, tensors, topology)
     assert all(torch.equal(elements(tensors[name]), each) for name, each in expected.items())
-    return sent
+    return sent, held_bytes
 
 
-def test_a_rank_takes_what_it_holds_from_itself() -> None:
-    assert run_ranks(same_layout, parallel(dp=2).mesh, 2) == [0, 0]
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"dp": 2}], ids=str)
+def test_ranks_hold_one_copy_and_take_what_they_hold_from_themselves(layout: dict[str, int]) -> None:
+    """Both have the 8 bytes of the count, of which the first holds a copy; with dp they share more."""
+    (sent, held), (_, other) = run_ranks(same_layout, parallel(**layout).mesh, 2)
+    (_, whole), *_ = run_ranks(same_layout, parallel().mesh, 1)
+    if "tp" in layout:
+        assert sent == 8
+        assert held + other >= whole  # padding
+    else:
+        assert 8 < sent < whole / 2
+        assert held + other == whole
+    assert max(held, other) < 0.75 * whole
 
 
 def refused(topology: Topology, fault: str) -> str:

@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite.checkpoint.parameter_range import Tensors
-from megalite.checkpoint.relayout import hold
+from megalite.checkpoint.parameter_range import ParameterRange, Tensors, elements_of
+from megalite.checkpoint.tensor_files import FilePiece
 from megalite.config import Config, DataConfig
 from megalite.distributed.topology import Topology
 from megalite.observe.verify.layouts import Layout
+from megalite.tensor_parallel.parameter_spec import ParameterShard
 from megalite.train.trainer import start_trainer
 from megalite.utils.errors import ConfigError
 from tests.live_ranks import run_ranks
@@ -68,7 +69,13 @@ def small(model: str, dtype: str) -> Config:
 
 def full_tensors(tensors: Tensors, topology: Topology) -> dict[str, Tensor]:
     """Put together what the ranks hold; NaN where none holds an element. Copies must be equal."""
-    pieces = hold(tensors, topology)
+    pieces = {
+        name: FilePiece(elements_of(tensor).to("cpu", copy=True), ParameterRange.of(tensor, topology))
+        for name, tensor in tensors.items()
+        # Other ranks' copies of a buffer may have seen other activations.
+        if not (isinstance(tensor, ParameterShard) and tensor.is_buffer)
+        or tensor.spec.parameter_axes.acts(topology)
+    }
     full: dict[str, Tensor] = {}
     for of_rank in topology.world.gather_objects(pieces, "pieces"):
         for name, piece in of_rank.items():
