@@ -171,13 +171,14 @@ class LayoutChanges:
                 return None
             layout = _layout_named(text, self._run.config, topology.world_size)
             check_own_model(self._run, {text: layout})
+            self._planned(layout).warn_of_memory(f"{entry}: ")
+            if (mistake := self._log_memory(entry)) is not None:
+                raise UserError(mistake)
         except UserError as error:
             if (mistake := f"{entry}: {one_line(str(error))}; the layout stays") != self._mistake:
                 log.error("%s", mistake)
             self._mistake = mistake
             return None
-        self._planned(layout).warn_of_memory(f"{entry}: ")
-        self._log_memory(entry)
         return partial(self._change, entry, layout)
 
     def _planned(self, layout: Layout) -> RankPlan:
@@ -200,21 +201,20 @@ class LayoutChanges:
     def _log_memory_of_next(self, iteration: int) -> None:
         """Log the host memory that the next change of --layout-at needs, if one follows the iteration."""
         if later := [each for each in self._entries if each > iteration]:
-            self._log_memory(self._entries[min(later)][0])
+            entry, _ = self._entries[min(later)]
+            if (mistake := self._log_memory(entry)) is not None:
+                log.warning("%s: %s", entry, mistake)
 
-    def _log_memory(self, entry: str) -> None:
-        """Log the host memory that a change needs; a collective."""
-        trainer, plan = self._trainer, self._plan
-        needed = torch.tensor(float(bytes_to_hold(trainer.tensors(), trainer.topology)), dtype=torch.float64)
-        per_rank = all_reduce(needed, trainer.topology.world, ReduceOp.MAX, of="host memory").item()
-        log.info("%s: the change needs up to %.3f GB of host memory per rank", entry, per_rank / 1e9)
-        free = free_bytes()
-        if free is not None and plan.num_local * per_rank > free:
-            log.warning(
-                "%s: only %.1f GB of host memory are free for the %d ranks of this machine: save, and start "
-                "again in this layout",
-                *(entry, free / 1e9, plan.num_local),
-            )
+    def _log_memory(self, entry: str) -> str | None:
+        """Log the host memory that a change needs; return a mistake if a machine has less. A collective."""
+        topology, num_local, free = self._trainer.topology, self._plan.num_local, free_bytes()
+        needed = bytes_to_hold(self._trainer.tensors(), topology)
+        lacking = 0 if free is None else num_local * needed - free
+        both = torch.tensor([needed, lacking], dtype=torch.float64)
+        needed, lacking = all_reduce(both, topology.world, ReduceOp.MAX, of="host memory").tolist()
+        log.info("%s: the change needs up to %.3f GB of host memory per rank", entry, needed / 1e9)
+        mistake = f"{lacking / 1e9:.1f} GB of it are not free: save, and start again in this layout"
+        return mistake if lacking > 0 else None
 
 
 def _take(path: Path) -> tuple[str, str | None]:

@@ -175,10 +175,12 @@ def ask(topology: Topology, config: Config) -> tuple[list[object], dict[str, int
     ):
         run = resolve_run(config, topology)
         changes = LayoutChanges(trainer, run, {}, RankPlan(run.config, topology, num_local=2), ExitStack())
-        for text in ("", "banana", "tp4", None, None, "tp2\n"):
+        for text in ("", "banana", "tp4", None, None, "dp2", "tp2\n"):
             if topology.rank == 0:
                 file.mkdir() if text is None else file.write_text(text)
-            relayout = changes.requested()
+            free = 10**8 if text == "dp2" and topology.rank == 1 else 10**15
+            with mock.patch("megalite.train.layout_changes.free_bytes", lambda free=free: free):
+                relayout = changes.requested()
             found.append(relayout is not None)
             if topology.rank == 0:
                 found.append(file.exists())
@@ -196,11 +198,13 @@ def test_what_the_layout_file_asks_for(tmp_path: Path) -> None:
     file = tmp_path / "layout"
     config = replace(config, checkpoint=CheckpointConfig(layout_file=str(file)))
     first, (found, sizes, lines) = run_ranks(ask, config.mesh, 2, config)
-    assert first[0] == [False, True, False, False, False, False, False, True, False, True, True, False, "tp2"]
-    assert found == [False, False, False, False, False, True, "tp2"]
+    assert first[0][:10] == [False, True, False, False, False, False, False, True, False, True]
+    assert first[0][10:] == [False, False, True, False, "tp2"]
+    assert found == [False, False, False, False, False, False, True, "tp2"]
     assert (sizes["tp"], sizes["pp"]) == (2, 1)
-    banana, other_size, folder = lines
+    banana, other_size, folder, no_memory = lines
     assert banana.startswith(f"--layout-file {file}, banana: layout 'banana' must consist of")
     assert banana.endswith("; the layout stays")
     assert "tp4: tp4 has 4 ranks, and the run 2: write sizes whose product is 2" in other_size
     assert folder == f"--layout-file {file}: it cannot be read and deleted (Is a directory); the layout stays"
+    assert no_memory.endswith("save, and start again in this layout; the layout stays")
