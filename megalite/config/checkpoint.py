@@ -108,8 +108,8 @@ class CheckpointConfig:
     """Change the layout during the run, in memory: ITERATION:LAYOUT ... with the names of megalite verify, as
     in 1000:tp2dp4 5000:dp8+zero3."""
     layout_file: str | None = option(None, allowed=LOCAL_PATH)
-    """File that changes the layout during the run, in memory. When it exists and has the name of a layout, as
-    tp2dp4, the run takes that layout after the iteration, and deletes the file."""
+    """File that changes the layout during the run, in memory. Once it names a layout, as tp2dp4, the run
+    takes it after the iteration, and deletes the file."""
 
     conflicts: ClassVar[Conflicts] = {
         ("layout_at", "layout_file"): {
