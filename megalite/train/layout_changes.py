@@ -98,25 +98,26 @@ def _global_batch_size(config: Config) -> int:
     return config.training.global_batch_size
 
 
-def check_own_model(run: RunContext, layouts: Mapping[str, Layout]) -> None:
-    """Check that the program's own model can be built in each layout, by its first stage on meta tensors.
-
-    Args:
-        layouts: layouts by what messages call them.
+def check_own_models(run: RunContext, layouts: Mapping[int, Layout]) -> None:
+    """Check that the program's own model can be built in each layout of --layout-at.
 
     Raises:
         UserError: it cannot; on every rank.
     """
-    if not is_own_model(run.providers.model):
-        return
-    for entry, layout in layouts.items():
+    for iteration, layout in layouts.items():
+        try:
+            _check_own_model(run, layout)
+        except UserError as error:
+            raise UserError(f"--layout-at {iteration}:{layout}: {error}") from None
+
+
+def _check_own_model(run: RunContext, layout: Layout) -> None:
+    """Build the first stage of the program's own model, if it has one, on meta tensors."""
+    if is_own_model(run.providers.model):
         config = layout.apply(run.config, _global_batch_size(run.config))
         first = Topology.on_paper(config.mesh.sizes_in(layout.world_size), config.mesh.table)
-        try:
-            with meta_tensors():
-                build_chunks(config, first, build_stage=run.providers.model)
-        except UserError as error:
-            raise UserError(f"{entry}: {error}") from None
+        with meta_tensors():
+            build_chunks(config, first, build_stage=run.providers.model)
 
 
 class LayoutChanges:
@@ -170,7 +171,7 @@ class LayoutChanges:
             if not text:  # nothing has been written yet
                 return None
             layout = _layout_named(text, self._run.config, topology.world_size)
-            check_own_model(self._run, {text: layout})
+            _check_own_model(self._run, layout)
             self._planned(layout).warn_of_memory(f"{entry}: ")
             if (mistake := self._log_memory(entry)) is not None:
                 raise UserError(mistake)

@@ -303,7 +303,7 @@ class TrainingLoop:
     def _may_queue_next(self) -> bool:
         """Return whether to queue an iteration before the hooks of the one before it run."""
         iteration, exit_interval = self.next_iteration, self.trainer.config.training.exit_interval
-        # Of this layout.
+        # An iteration is queued in the layout of the one before it.
         is_last = iteration in (self.num_iterations, self._request_due, *self._layouts)
         if not self.queues_next or is_last or is_due(iteration, exit_interval):
             return False

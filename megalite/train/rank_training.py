@@ -30,7 +30,7 @@ from megalite.observe.verify.verification import verify_layouts
 from megalite.plan.dry_run.dry_run import dry_run
 from megalite.plan.rank_plan import LayoutTrial, RankPlan, train_in_chosen_layout
 from megalite.train.callbacks import default_callbacks
-from megalite.train.layout_changes import LayoutChanges, check_own_model, layouts_at
+from megalite.train.layout_changes import LayoutChanges, check_own_models, layouts_at
 from megalite.train.loop import HOOKS, Callback, overrides, train
 from megalite.train.own_model import warn_if_unverified
 from megalite.train.run_context import (
@@ -226,7 +226,7 @@ def train_rank(
         with hold_folder(config.checkpoint.save, topology) as lease:
             run = resolve_run(config, topology, lease=lease, providers=providers)
             check_checkpoint_folders(run.config.checkpoint, launch, topology)
-            check_own_model(run, {f"--layout-at {at}:{layout}": layout for at, layout in layouts.items()})
+            check_own_models(run, layouts)
             evaluates_tasks = task_evaluation(run)
             plan = RankPlan(run.config, topology, providers.model, max(launch.local_world_size, 1))
             plan.check_host_memory()

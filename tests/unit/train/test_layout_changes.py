@@ -11,7 +11,7 @@ from megalite import ColumnParallelLinear, LayerContext, Microbatch, SequentialS
 from megalite.frontends.command_line import parse
 from megalite.observe.verify.layouts import Layout
 from megalite.plan.rank_plan import MemoryExhausted
-from megalite.train.layout_changes import check_own_model, layouts_at, naming
+from megalite.train.layout_changes import check_own_models, layouts_at, naming
 from megalite.train.run_context import Providers, resolve_run
 from megalite.utils.errors import ConfigError, UserError
 from tests.command_line import mistakes_of
@@ -103,7 +103,7 @@ class Odd(SequentialStage):
 def test_an_own_model_that_cannot_be_cut(topology: Topology) -> None:
     config = parse(shlex.split(FLAGS.replace("--tp 2 --pp 2", "--tp 1 --pp 1")))[0]
     run = resolve_run(config, topology, providers=Providers(model=Odd))
-    check_own_model(run, {"mbs4": Layout.parse("mbs4")})
-    layouts = {f"--layout-at 5:{name}": Layout.parse(name) for name in ("mbs4", "tp2")}
+    layouts = {number: Layout.parse(name) for number, name in ((3, "mbs4"), (5, "tp2"))}
+    check_own_models(run, {3: layouts[3]})
     with pytest.raises(UserError, match=r"^--layout-at 5:tp2: a parameter of shape \(3, 64\) cannot be"):
-        check_own_model(run, layouts)
+        check_own_models(run, layouts)
