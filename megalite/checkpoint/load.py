@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -20,7 +20,6 @@ from megalite.checkpoint.compatibility import (
 )
 from megalite.checkpoint.folder import LATEST, Listing, iterations_in, list_checkpoints, name_of
 from megalite.checkpoint.full_tensors import OF_TRAINING
-from megalite.checkpoint.local_saves import LocalSaves
 from megalite.checkpoint.manifest import (
     FIRST_WITH_BUFFERS,
     INDEX,
@@ -419,7 +418,6 @@ def load_checkpoint(
     tensors: Tensors,
     config: Config,
     topology: Topology,
-    local: LocalSaves | None = None,
     data: DataRecord | None = None,
 ) -> LoadPlan | None:
     """Copy the checkpoint of `load_iteration`, or the latest complete one, into this rank's tensors.
@@ -428,8 +426,6 @@ def load_checkpoint(
 
     Args:
         tensors: all tensors of this rank, by name; tensors that the plan does not name do not change.
-        local: non-persistent saves of the run. If the newest of them is newer, it is loaded instead, from
-            each rank's own folder and with all its state.
         data: identity of the run's data, to compare with the data of the checkpoint's run.
 
     Returns:
@@ -438,8 +434,7 @@ def load_checkpoint(
     Raises:
         UserError: the checkpoint belongs to another model or run, or none can be read.
     """
-    manifest = _newest_local(folder, tensors, config.checkpoint, topology, local)
-    manifest = manifest or choose_checkpoint(folder, topology, config.checkpoint.load_iteration)
+    manifest = choose_checkpoint(folder, topology, config.checkpoint.load_iteration)
     if manifest is None:
         return None
     with topology.agreed(), manifest.download or nullcontext():
@@ -452,34 +447,3 @@ def load_checkpoint(
         except (OSError, ValueError) as error:
             raise DamagedCheckpoint(manifest.title, [str(error)]) from error
         return plan
-
-
-def _newest_local(
-    folder: Path | StoredRun,
-    tensors: Tensors,
-    checkpoint: CheckpointConfig,
-    topology: Topology,
-    local: LocalSaves | None,
-) -> Manifest | None:
-    """Return this rank's non-persistent save, if all ranks have one that is newer than those in --save."""
-    continues = loads_optimizer(checkpoint) and checkpoint.load_iteration is None
-    if local is None or not continues or not checkpoint.loads_own:
-        return None
-    found = local.newest(tensors)
-    if found is None:
-        return None
-    iteration, manifest = found
-    newest = -1  # the newest iteration that rank 0 sees, complete or not
-    if topology.rank == 0:
-        with suppress(OSError):  # the next read of the folder reports it
-            saved = folder.iterations() if isinstance(folder, StoredRun) else iterations_in(folder)
-            newest = max(saved, default=-1)
-    if topology.world.object_of_first(newest, "the newest checkpoint") >= iteration:
-        log.info(
-            "the non-persistent checkpoint of iteration %d is skipped: --save has a newer one", iteration
-        )
-        return None
-    log.info(
-        "the non-persistent checkpoint of iteration %d is loaded: it is newer than those in --save", iteration
-    )
-    return manifest

@@ -1,11 +1,12 @@
-"""Save to each rank's own folder, on the disk or in the memory of its node: fast, but not persistent.
+"""Save on each rank's node, on its disk or in its memory: fast, but not persistent.
 
-    DIR/5f3a…/rank_00003/iter_0000010/   all tensors of rank 3 of the run 5f3a…, sealed like any checkpoint
+    DIR/5f3a…/rank_00003/iter_0000010/   part of rank 3 of a save of the run 5f3a…, sealed like a checkpoint
 
-Such a save needs no shared file system, and each node writes only the tensors of its own ranks. It
-helps a run that restarts on the same nodes with the same layout. In another layout, a rank's folder does not
-hold the tensors that the rank needs, so the run loads its last persistent checkpoint, as it does if a node is
-lost.
+A part has the tensors that the rank would write to a checkpoint. Such a save needs no shared file system:
+each node has the parts of its own ranks and, with --peer-copies, copies of other nodes' parts, which are the
+same folders with the same names. A restarted run looks for the parts on all nodes, and the ranks
+send each other what they need (see `relayout`). So ranks may have moved, and their number and layout may have
+changed. If parts are lost with a node and have no copy, the run loads its last persistent checkpoint.
 
 A rank keeps its older save until the new one is complete on every rank, so it has at most two. A complete
 persistent save replaces the local saves up to its iteration, which are deleted.
@@ -16,10 +17,12 @@ from __future__ import annotations
 import re
 import secrets
 import shutil
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from megalite.checkpoint.folder import (
     iterations_in,
@@ -34,36 +37,61 @@ from megalite.checkpoint.manifest import (
     DamagedCheckpoint,
     Manifest,
     damage_of,
-    dtype_name,
     read_manifest,
     seal,
 )
 from megalite.checkpoint.parameter_range import Tensors
-from megalite.checkpoint.save import Contents, whole_piece
+from megalite.checkpoint.peer_copies import PeerCopies, nodes_of_ranks
+from megalite.checkpoint.save import Contents, plan_save
 from megalite.checkpoint.save_agreement import SaveAgreement, SaveError
 from megalite.checkpoint.stored_run import StoredRun
 from megalite.checkpoint.tensor_files import FilePiece, write_file
 from megalite.config import CheckpointConfig
 from megalite.distributed.topology import Topology
-from megalite.utils.errors import UserError
+from megalite.utils.errors import UserError, counted
 from megalite.utils.files import make_writable, partial_name, read_regular
-from megalite.utils.log import log
+from megalite.utils.log import THIS_RANK, log
 
 FLAG = "--non-persistent-local-ckpt-dir"
 _RUN_ID = "run_id"
+_PART = "part"
+"""Part of run.json that says which save the part belongs to."""
+_FOLDER = re.compile(r"rank_[0-9]{5,9}")
 _ID = re.compile(r"([0-9a-f]{16}) (.+)")
+
+
+class _Part(NamedTuple):
+    """Part of a save that is on a node.
+
+    Attributes:
+        save: name of the save, which is new each time.
+        num_parts: number of parts of the save.
+        source: rank that wrote it.
+        node: a node that has it.
+    """
+
+    iteration: int
+    save: str
+    num_parts: int
+    source: int
+    node: int
+    num_bytes: int
 
 
 @dataclass(frozen=True)
 class LocalSaves:
-    """Local saves of one rank.
+    """Local saves of a run, as one rank sees them.
 
     Attributes:
-        folder: folder of this rank.
+        root: folder of the run on this rank's node.
+        node_of: number of each rank's node: its first rank.
+        copies: copies on other nodes; None without.
     """
 
-    folder: Path
+    root: Path
     topology: Topology
+    node_of: Sequence[int]
+    copies: PeerCopies | None
 
     @staticmethod
     def of(config: CheckpointConfig, topology: Topology) -> LocalSaves | None:
@@ -73,7 +101,8 @@ class LocalSaves:
             The local saves; None if the config has none.
 
         Raises:
-            UserError: a folder cannot be written. Every rank raises it.
+            UserError: a folder cannot be written, or there are not enough nodes for the copies. Every rank
+                raises it.
         """
         if config.non_persistent_save_interval is None:
             return None
@@ -81,83 +110,199 @@ class LocalSaves:
         assert config.non_persistent_local_ckpt_dir is not None
         with topology.agreed():
             own = _run_id(config.save) if topology.rank == 0 else ""
-        run = topology.world.object_of_first(own, "the run's id")
-        folder = Path(config.non_persistent_local_ckpt_dir) / run / f"rank_{topology.rank:05d}"
+        run, name = topology.world.object_of_first((own, secrets.token_hex(8)), "the run's id")
+        root = Path(config.non_persistent_local_ckpt_dir) / run
         with topology.agreed():
-            make_writable(folder, FLAG)
-        return LocalSaves(folder, topology)
+            make_writable(root / _folder_of(topology.rank), FLAG)
+        node_of = nodes_of_ranks(root, name, topology)
+        return LocalSaves(root, topology, node_of, _peer_copies(config.peer_copies, root, node_of, topology))
 
-    def newest(self, tensors: Tensors) -> tuple[int, Manifest] | None:
-        """Return the newest iteration that all ranks have saved in this layout; every rank must call it.
+    @property
+    def folder(self) -> Path:
+        """Return the folder of this rank's parts."""
+        return self.root / _folder_of(self.topology.rank)
 
-        All its bytes have been read and verified. Skipped iterations are logged.
+    def check_space(self, tensors: Tensors) -> None:
+        """Log how much a node needs for two saves, and warn if one has less; every rank must call this.
 
         Args:
             tensors: all tensors of this rank, by name.
         """
-        whole: dict[int, Manifest] = {}
-        problems: dict[int, str] = {}
-        with self.topology.agreed():  # nothing raises here; wait for the slowest reader
-            for iteration, name in self._found().items():
-                try:
-                    whole[iteration] = self._verified(self.folder / name, tensors)
-                except (UserError, OSError) as error:
-                    problems[iteration] = f"rank {self.topology.rank}: {error}"
-        found = self.topology.world.gather_objects((list(whole), problems), "local saves")
-        common = set.intersection(*(set(iterations) for iterations, _ in found))
-        _warn_of_skipped(found, common)
-        newest = max(common, default=None)
-        return None if newest is None else (newest, whole[newest])
+        free = 0
+        if self._leads:
+            with suppress(OSError):  # what is there will be replaced
+                files = [each for each in self.root.rglob("*") if each.is_file()]
+                free = shutil.disk_usage(self.root).free + sum(each.stat().st_size for each in files)
+        part = sum(piece.num_bytes for piece in plan_save(tensors, self.topology).values())
+        mine = part, self.copies.sources if self.copies else [], free
+        found = self.topology.world.gather_objects(mine, "space for local saves")
+        needed = dict.fromkeys(self.node_of, 0)
+        for node, (own, sources, _) in zip(self.node_of, found, strict=True):
+            needed[node] += 2 * (own + sum(found[source][0] for source in sources))
+        most = max(needed, key=needed.__getitem__)
+        log.info("non-persistent saves need up to %.3f GB on a node", needed[most] / 1e9)
+        if lacking := [node for node in needed if needed[node] > found[node][2]]:
+            log.warning(
+                "%s has %.3f GB for non-persistent saves on %s, rank %d's first, and two of them need %.3f: "
+                "pass a folder with more space%s",
+                *(FLAG, found[lacking[0]][2] / 1e9, counted(len(lacking), "node"), lacking[0]),
+                needed[lacking[0]] / 1e9,
+                ", or fewer --peer-copies" if self.copies else "",
+            )
+
+    def newest(self) -> tuple[int, list[Manifest]] | None:
+        """Return the newest iteration of which the nodes have all parts; every rank must call this.
+
+        Its bytes have been read and verified. Skipped iterations are logged.
+
+        Returns:
+            The iteration, and the parts that this rank is to load: each part is loaded by one rank.
+        """
+        with self.topology.agreed():
+            mine = list(self._parts()) if self._leads else []
+        saves: dict[tuple[int, str], list[_Part]] = {}
+        for parts in self.topology.world.gather_objects(mine, "parts of local saves"):
+            for part in parts:
+                saves.setdefault((part.iteration, part.save), []).append(part)
+        for iteration, save in sorted(saves, reverse=True):
+            try:
+                return iteration, self._whole(saves[iteration, save])
+            except UserError as error:
+                log.warning("the non-persistent checkpoint of iteration %d is skipped: %s", iteration, error)
+        return None
+
+    def begin(self, iteration: int) -> None:
+        """Delete what a run that begins at an iteration does not need: other saves, and unfinished ones."""
+        if self._leads:
+            for folder in self._folders():
+                with suppress(OSError):
+                    remove_leftovers(folder)
+        self.keep_only(iteration)
 
     def remove_up_to(self, iteration: int) -> None:
-        """Delete this rank's saves up to the iteration of a complete persistent checkpoint."""
-        self._remove([number for number in self._found() if number <= iteration])
+        """Delete the node's saves up to the iteration of a complete persistent checkpoint."""
+        self._remove(lambda number: number <= iteration)
 
     def keep_only(self, iteration: int) -> None:
-        """Delete all saves except one iteration's, and the folders that a larger number of ranks has left."""
-        self._remove([number for number in self._found() if number != iteration])
-        for folder in self.folder.parent.glob("rank_*"):
-            number = folder.name.removeprefix("rank_")
-            if number.isdecimal() and int(number) >= self.topology.world_size:
-                shutil.rmtree(folder, ignore_errors=True)
-
-    def keep_newest(self, number: int) -> None:
-        """Delete all saves except the newest."""
-        self._remove(list(self._found())[:-number])
+        """Delete the node's saves of other iterations, and the empty folders of a larger number of ranks."""
+        self._remove(lambda number: number != iteration)
+        if self._leads:
+            for folder in self._folders():
+                if _rank_of(folder) >= self.topology.world_size:
+                    with suppress(OSError):
+                        folder.rmdir()
 
     def remove_all(self) -> None:
         """Delete the run's folder on this node, after every rank has reached the end of the run."""
-        shutil.rmtree(self.folder.parent, ignore_errors=True)
+        shutil.rmtree(self.root, ignore_errors=True)
 
-    def _found(self) -> dict[int, str]:
-        try:
-            return iterations_in(self.folder)
-        except OSError:
-            return {}
+    @property
+    def _leads(self) -> bool:
+        """Return whether this rank is the node's first, which lists and deletes saves for all of them."""
+        return self.node_of[self.topology.rank] == self.topology.rank
 
-    def _remove(self, iterations: Sequence[int]) -> None:
-        found = self._found()
-        for iteration in iterations:
-            shutil.rmtree(self.folder / found[iteration], ignore_errors=True)
+    def _folders(self) -> list[Path]:
+        """Return the folders of ranks on this node."""
+        return sorted(folder for folder in self.root.glob("rank_*") if _FOLDER.fullmatch(folder.name))
 
-    def _verified(self, checkpoint: Path, tensors: Tensors) -> Manifest:
-        """Read and verify a checkpoint.
+    def _found(self) -> Iterator[tuple[int, Path]]:
+        """Yield the iteration and the folder of each part on this node."""
+        for folder in self._folders():
+            with suppress(OSError):
+                for iteration, name in iterations_in(folder).items():
+                    yield iteration, folder / name
+
+    def _remove(self, is_old: Callable[[int], bool]) -> None:
+        if self._leads:
+            for iteration, part in self._found():
+                if is_old(iteration):
+                    shutil.rmtree(part, ignore_errors=True)
+
+    def _parts(self) -> Iterator[_Part]:
+        """Yield the parts on this node; log those that are damaged."""
+        for iteration, folder in self._found():
+            try:
+                manifest = read_manifest(folder)
+                record = manifest.description[_PART]
+                size = sum((folder / file).stat().st_size for file in manifest.files)
+                found = (str(record["save"]), int(record["num_parts"]), _rank_of(folder.parent))
+                yield _Part(iteration, *found, self.topology.rank, size)
+            except DamagedCheckpoint as error:
+                log.warning("%s", error, extra=THIS_RANK)
+            except (OSError, LookupError, TypeError, ValueError):
+                log.warning("non-persistent checkpoint %s is not complete", folder, extra=THIS_RANK)
+
+    def _whole(self, parts: list[_Part]) -> list[Manifest]:
+        """Deal the parts of a save to the ranks; read and verify this rank's.
 
         Raises:
-            UserError: it is damaged, or does not hold exactly the tensors of this rank.
+            UserError: a part is on no node, or all its copies are damaged; raised on every rank.
         """
-        manifest = read_manifest(checkpoint)
+        while True:
+            readers, manifests, bad = self._readers(parts), [], {}
+            with self.topology.agreed():  # nothing raises here; wait for the slowest reader
+                for source in (source for source, rank in readers.items() if rank == self.topology.rank):
+                    try:
+                        manifests.append(self._verified(source, parts[0].iteration))
+                    except (UserError, OSError) as error:
+                        bad[source] = str(error)
+            found = self.topology.world.gather_objects(bad, "damaged parts")
+            if not any(found):
+                return manifests
+            for rank, problems in enumerate(found):
+                for source, problem in problems.items():
+                    log.warning("rank %d's part is not used: %s", source, problem)
+                    parts = [
+                        part for part in parts if (part.source, part.node) != (source, self.node_of[rank])
+                    ]
+
+    def _readers(self, parts: Sequence[_Part]) -> dict[int, int]:
+        """Return the rank that reads each source's part: itself if its node has it, else the least busy.
+
+        Raises:
+            UserError: a part is on no node.
+        """
+        readers: dict[int, int] = {}
+        loads = [0] * self.topology.world_size
+        missing = set(range(parts[0].num_parts)) if parts else {0}
+        for source in sorted({part.source for part in parts}):
+            nodes = {part.node: part.num_bytes for part in parts if part.source == source}
+            ranks = [rank for rank, node in enumerate(self.node_of) if node in nodes]
+            readers[source] = source if source in ranks else min(ranks, key=loads.__getitem__)
+            loads[readers[source]] += max(nodes.values())
+        if missing := missing - readers.keys():
+            raise UserError(
+                f"no node has a whole part of {counted(len(missing), 'rank')}, rank {min(missing)} first"
+            )
+        return readers
+
+    def _verified(self, source: int, iteration: int) -> Manifest:
+        """Read and verify a part on this node.
+
+        Raises:
+            UserError: it is damaged.
+        """
+        folder = self.root / _folder_of(source)
+        manifest = read_manifest(folder / iterations_in(folder)[iteration])
         if problems := damage_of(manifest, manifest.files):
-            raise DamagedCheckpoint(checkpoint, problems)
-        saved = {
-            name: [(record.dtype, record.range) for record in records]
-            for name, records in manifest.tensors.items()
-        }
-        pieces = {name: whole_piece(tensor, self.topology) for name, tensor in tensors.items()}
-        here = {name: [(dtype_name(piece.tensor.dtype), piece.range)] for name, piece in pieces.items()}
-        if saved != here:
-            raise UserError(f"{checkpoint} has another layout or precision")
+            raise DamagedCheckpoint(manifest.folder, problems)
         return manifest
+
+
+def _peer_copies(number: int, root: Path, node_of: Sequence[int], topology: Topology) -> PeerCopies | None:
+    """Return the copies on other nodes. A restarted run that has lost nodes makes fewer; a collective.
+
+    Raises:
+        UserError: a new run does not have enough nodes.
+    """
+    restarts = any(topology.world.gather_objects(any(root.glob("rank_*/iter_*")), "local saves"))
+    most = len(set(node_of)) - 1
+    if number > most and restarts:
+        log.warning(
+            "--peer-copies %d: only %d are made, as the run is restarted on fewer nodes", number, most
+        )
+        number = most
+    return PeerCopies(topology.rank, node_of, number) if number else None
 
 
 @dataclass(frozen=True)
@@ -165,7 +310,7 @@ class LocalSave:
     """Local save of a rank.
 
     Attributes:
-        saves: local saves of the rank.
+        saves: local saves of the run.
         lease: lease on the --save folder, which also names the local folder; None if no other run can write
             there.
     """
@@ -176,54 +321,90 @@ class LocalSave:
 
     @property
     def final(self) -> Path:
-        return self.saves.folder / name_of(self.contents.iteration)
+        return self._final_of(self.saves.topology.rank)
 
     def run(self, agreement: SaveAgreement, pieces: Mapping[str, FilePiece]) -> None:
         """Write the save, and delete older ones once it is complete on every rank; every rank must call this.
 
         Args:
-            pieces: all pieces of the rank, in host memory.
+            pieces: pieces that this rank writes, in host memory.
 
         Raises:
             SaveError: a rank failed. Every rank raises it and keeps its older saves.
         """
-        partial, is_renamed = partial_name(self.final), False
+        copies, own_rank = self.saves.copies, self.saves.topology.rank
+        finals = [self._final_of(rank) for rank in (own_rank, *(copies.sources if copies else ()))]
+        partials = [partial_name(final) for final in finals]
+        is_renamed = False
         try:
-            agreement.from_first("begin", self._check_lease)
-            agreement.from_all("files", lambda: self._write(partial, pieces), lambda _: self._check_lease())
+            save = agreement.from_first("begin", self._begin)
+            addresses = agreement.from_all(
+                "files",
+                lambda: self._write(partials, pieces, save),
+                lambda each: self._checked("\n".join(each)),
+            ).split("\n")
+            if copies is not None:
+                begin = time.monotonic()
+                agreement.from_all("copies", lambda: copies.exchange(addresses, partials[0], partials[1:]))
+                log.info(
+                    "the part of rank %d, %.3f GB, is copied to rank %s in %.1f s",
+                    own_rank,
+                    sum(piece.num_bytes for piece in pieces.values()) / 1e9,
+                    ", ".join(map(str, copies.to)),
+                    time.monotonic() - begin,
+                )
             is_renamed = True
-            agreement.from_all("names", lambda: put_in_place(partial, self.final))
+            agreement.from_all("names", lambda: _put_in_place(partials, finals))
         except SaveError as error:
-            shutil.rmtree(partial, ignore_errors=True)
-            if is_renamed:
-                shutil.rmtree(self.final, ignore_errors=True)
+            for folder in (*partials, *(finals if is_renamed else ())):
+                shutil.rmtree(folder, ignore_errors=True)
             raise SaveError(
                 f"checkpoint {self.final} cannot be written ({error}): free space or change {FLAG}"
             ) from None
+        finally:
+            if copies is not None:
+                copies.close_inbox()
         self.saves.keep_only(self.contents.iteration)
 
-    def _check_lease(self) -> None:
+    def _final_of(self, rank: int) -> Path:
+        return self.saves.root / _folder_of(rank) / name_of(self.contents.iteration)
+
+    def _begin(self) -> str:
+        """Return a new name for the save."""
+        return self._checked(secrets.token_hex(8))
+
+    def _checked(self, text: str) -> str:
+        """Check that this run still has the lease; return the text."""
         if self.lease is not None:
             with suppress(OSError):  # a local save does not need the shared file system
                 self.lease.check()
+        return text
 
-    def _write(self, partial: Path, pieces: Mapping[str, FilePiece]) -> None:
-        remove_leftovers(self.final.parent)
-        self.saves.keep_newest(2)  # there are more only if the ranks did not agree
-        partial.mkdir()
-        file = write_file(partial / f"{self.saves.folder.name}.safetensors", pieces)
-        seal(partial, self.contents.description, self.contents.config_text, [file])
-        sync_folder(partial)
+    def _write(self, partials: Sequence[Path], pieces: Mapping[str, FilePiece], save: str) -> str:
+        """Write this rank's part to the first folder; return the address for copies of others."""
+        for folder in partials:
+            folder.parent.mkdir(exist_ok=True)
+            remove_leftovers(folder.parent)
+        own = partials[0]
+        own.mkdir()
+        file = write_file(own / f"{self.saves.folder.name}.safetensors", pieces)
+        record = {"save": save, "num_parts": self.saves.topology.world_size}
+        seal(own, {**self.contents.description, _PART: record}, self.contents.config_text, [file])
+        sync_folder(own)
+        return self.saves.copies.open_inbox() if self.saves.copies else ""
 
 
-def _warn_of_skipped(found: Sequence[tuple[list[int], dict[int, str]]], common: set[int]) -> None:
-    """Warn about each iteration that some ranks have but that is not complete on all ranks."""
-    for iteration in sorted({each for whole, bad in found for each in (*whole, *bad)} - common):
-        problems = [bad[iteration] for _, bad in found if iteration in bad]
-        missing = [rank for rank, (whole, bad) in enumerate(found) if iteration not in {*whole, *bad}]
-        if missing:
-            problems.append(f"{len(missing)} ranks have none, rank {missing[0]} first")
-        log.warning("the non-persistent checkpoint of iteration %d is skipped: %s", iteration, problems[0])
+def _put_in_place(partials: Sequence[Path], finals: Sequence[Path]) -> None:
+    for partial, final in zip(partials, finals, strict=True):
+        put_in_place(partial, final)
+
+
+def _folder_of(rank: int) -> str:
+    return f"rank_{rank:05d}"
+
+
+def _rank_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("rank_"))
 
 
 def _run_id(save: str) -> str:

@@ -1,7 +1,8 @@
 """Move a run's tensors to another layout of the same ranks, through their memory and without files.
 
 Before the old layout ends, each rank copies its share of them to host memory, as for a checkpoint. Once the
-tensors of the new layout exist, each rank takes what it needs from the ranks that hold it.
+tensors of the new layout exist, each rank takes what it needs from the ranks that hold it. A restarted run
+takes its tensors from local saves in the same way (see `local_saves`).
 """
 
 from __future__ import annotations
@@ -31,7 +32,11 @@ def bytes_to_hold(tensors: Tensors, topology: Topology) -> int:
     return sum(piece.num_bytes for piece in plan_save(tensors, topology).values()) + 2 * MESSAGE_BYTES
 
 
-def hold(tensors: Tensors, topology: Topology) -> dict[str, FilePiece]:
+HeldPieces = list[tuple[str, FilePiece]]
+"""Pieces of tensors in host memory, each with the name of its tensor and with a range."""
+
+
+def hold(tensors: Tensors, topology: Topology) -> HeldPieces:
     """Copy to host memory what this rank would write to a checkpoint, with the ranges in the old layout.
 
     Ranks that have the same elements each hold a share of them.
@@ -39,23 +44,27 @@ def hold(tensors: Tensors, topology: Topology) -> dict[str, FilePiece]:
     Args:
         tensors: tensors of this rank, by name.
     """
-    return {
-        name: FilePiece(
-            piece.tensor.to("cpu", copy=True).flatten(),
-            piece.range or ParameterRange.of(tensors[name], topology),
+    return [
+        (
+            name,
+            FilePiece(
+                piece.tensor.to("cpu", copy=True).flatten(),
+                piece.range or ParameterRange.of(tensors[name], topology),
+            ),
         )
         for name, piece in plan_save(tensors, topology).items()
-    }
+    ]
 
 
 @torch.no_grad()
-def exchange(held: dict[str, FilePiece], tensors: Tensors, topology: Topology) -> int:
+def exchange(held: HeldPieces, tensors: Tensors, topology: Topology) -> int:
     """Fill the tensors of the new layout in place; every rank must call this.
 
     Padding that no rank holds does not change.
 
     Args:
-        held: what `hold` returned in the old layout. Each piece is removed once no rank needs it any more.
+        held: what `hold` returned in the old layout. It is emptied: each piece is freed once no rank needs it
+            any more.
         tensors: tensors of this rank, by name.
         topology: the ranks in the new layout.
 
@@ -73,29 +82,34 @@ def exchange(held: dict[str, FilePiece], tensors: Tensors, topology: Topology) -
     }
     offered, requests = _agreed_plan(held, targets, topology)
 
+    pieces = dict(enumerate(held))
+    held.clear()
+
     def outgoing(to: int) -> Iterator[Tensor]:
         """Yield what another rank has requested of this rank's pieces."""
-        for name in requests[to].of(rank):
-            yield from _common_views(held[name].tensor, _range(held[name]), requests[to].ranges[name])
+        for number in requests[to].of(rank):
+            name, piece = pieces[number]
+            yield from _common_views(piece.tensor, _range(piece), requests[to].ranges[name])
 
     def incoming(source: int) -> Iterator[Tensor]:
         """Yield where to put what another rank sends, in the order in which it sends it."""
-        for name in requests[rank].of(source):
-            target = targets[name]
-            yield from _common_views(target.elements, target.range, _range(offered[source][name]))
+        for number in requests[rank].of(source):
+            name, record = offered[source][number]
+            yield from _common_views(targets[name].elements, targets[name].range, _range(record))
 
-    last_needed = {name: shift for shift in range(size) for name in requests[(rank + shift) % size].of(rank)}
+    last_needed = {
+        number: shift for shift in range(size) for number in requests[(rank + shift) % size].of(rank)
+    }
     num_sent = 0
     for shift in range(size):
-        for name in [name for name in held if last_needed.get(name, -1) < shift]:
-            del held[name]
+        for number in [number for number in pieces if last_needed.get(number, -1) < shift]:
+            del pieces[number]
         to, source = (rank + shift) % size, (rank - shift) % size
         if shift == 0:
             for own, view in zip(outgoing(to), incoming(source), strict=True):
                 view.copy_(own)
         else:
             num_sent += _send_and_receive(outgoing(to), to, incoming(source), source, topology)
-    held.clear()
     return int(all_reduce(torch.tensor(num_sent), topology.world, of="bytes of the new layout"))
 
 
@@ -105,40 +119,40 @@ class _Requests:
 
     Attributes:
         ranges: ranges of its tensors, by name.
-        names: names of the pieces that it takes, by the rank that holds them.
+        pieces: numbers of the pieces that it takes, by the rank that holds them.
     """
 
     ranges: Mapping[str, ParameterRange]
-    names: Mapping[int, Sequence[str]]
+    pieces: Mapping[int, Sequence[int]]
 
-    def of(self, holder: int) -> Sequence[str]:
-        return self.names.get(holder, ())
+    def of(self, holder: int) -> Sequence[int]:
+        return self.pieces.get(holder, ())
 
 
-_Offer = Mapping[str, TensorRecord]
-"""The pieces of a rank, by name; `file` is the number of the rank."""
+_Offer = Sequence[tuple[str, TensorRecord]]
+"""The pieces of a rank; `file` is the number of the rank and that of the piece."""
 
 
 def _agreed_plan(
-    held: Mapping[str, FilePiece], targets: Mapping[str, ReadTarget], topology: Topology
+    held: HeldPieces, targets: Mapping[str, ReadTarget], topology: Topology
 ) -> tuple[Sequence[_Offer], Sequence[_Requests]]:
     """Return what each rank holds, and what each requests from which ranks; a collective."""
-    records = {
-        name: TensorRecord(str(topology.rank), dtype_name(piece.tensor.dtype), piece.range)
-        for name, piece in held.items()
-    }
+    records = [
+        (name, TensorRecord(f"{topology.rank} {number}", dtype_name(piece.tensor.dtype), piece.range))
+        for number, (name, piece) in enumerate(held)
+    ]
     offered = topology.world.gather_objects(records, "tensors of the old layout")
-    chosen: dict[int, list[str]] = {}
+    chosen: dict[int, list[int]] = {}
     with topology.agreed():
         try:
             chosen = _choose_holders(offered, targets, topology.rank)
         except ValueError as error:
-            raise UserError(f"the layout cannot change: {error}") from error
+            raise UserError(f"tensors cannot move to this layout: {error}") from error
     own = _Requests({name: target.range for name, target in targets.items()}, chosen)
     requests = topology.world.gather_objects(own, "tensors of the new layout")
     known = {name for each in requests for name in each.ranges}
-    if lost := sorted({name for each in offered for name in each} - known):
-        raise UserError(f"the layout cannot change: no rank needs {few(lost)} of the old one")
+    if lost := sorted({name for each in offered for name, _ in each} - known):
+        raise UserError(f"tensors cannot move to this layout: no rank needs {few(lost)} of the old one")
     return offered, requests
 
 
@@ -161,20 +175,24 @@ def _range(piece: FilePiece | TensorRecord) -> ParameterRange:
 
 def _choose_holders(
     offered: Sequence[_Offer], targets: Mapping[str, ReadTarget], rank: int
-) -> dict[int, list[str]]:
-    """Return the names of the pieces that this rank takes, by the rank that it takes them from.
+) -> dict[int, list[int]]:
+    """Return the numbers of the pieces that this rank takes, by the rank that it takes them from.
 
     Raises:
         ValueError: elements are in no piece, or in several that are no copies; a dtype or a shape differs.
     """
-    chosen: dict[int, list[str]] = {}
-    nearest_first = [offered[(rank + shift) % len(offered)] for shift in range(len(offered))]
+    nearest_first: dict[str, list[TensorRecord]] = {}
+    for shift in range(len(offered)):
+        for name, record in offered[(rank + shift) % len(offered)]:
+            nearest_first.setdefault(name, []).append(record)
+    chosen: dict[int, list[int]] = {}
     for name, target in targets.items():
-        records = [records[name] for records in nearest_first if name in records]
+        records = nearest_first.get(name, [])
         if others := {record.dtype for record in records} - {dtype_name(target.elements.dtype)}:
             raise ValueError(f"{name} is {others.pop()}, here {dtype_name(target.elements.dtype)}")
         for record in target.pieces(records):
-            chosen.setdefault(int(record.file), []).append(name)
+            holder, number = map(int, record.file.split())
+            chosen.setdefault(holder, []).append(number)
     return chosen
 
 

@@ -83,9 +83,12 @@ class SaveAgreement:
         self,
         step: str,
         action: Callable[[], str | None],
-        conclude: Callable[[Sequence[str]], object] = lambda results: None,
-    ) -> None:
+        conclude: Callable[[Sequence[str]], str | None] = lambda results: None,
+    ) -> str:
         """Call `action` on every rank, and then `conclude` with the results of all ranks on rank 0.
+
+        Returns:
+            The result of `conclude`, on every rank.
 
         Raises:
             SaveError: one of the calls raised, or a rank is gone. Every rank raises it.
@@ -100,10 +103,7 @@ class SaveAgreement:
             wait_for_key(self._store, all_there)
             answers = [self._remove(self._key(step, rank), rank) for rank in range(self._world_size)]
 
-        def conclusion() -> None:
-            conclude([each.result() for each in answers])
-
-        self.from_first(f"after {step}", conclusion)
+        return self.from_first(f"after {step}", lambda: conclude([each.result() for each in answers]))
 
     def forget(self) -> None:
         """Delete the keys of the save from the store; call it after every rank has finished the save."""

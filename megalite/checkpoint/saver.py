@@ -23,7 +23,7 @@ from megalite.checkpoint.folder import LocalRun, Retention, RunFolder
 from megalite.checkpoint.lease import FolderLease, LeaseLost
 from megalite.checkpoint.local_saves import LocalSave, LocalSaves
 from megalite.checkpoint.parameter_range import Tensors
-from megalite.checkpoint.save import Contents, Save, plan_save, whole_piece
+from megalite.checkpoint.save import Contents, Save, plan_save
 from megalite.checkpoint.save_agreement import SaveAgreement, SaveError
 from megalite.checkpoint.stored_run import StoredRun
 from megalite.checkpoint.tensor_files import FilePiece
@@ -142,7 +142,7 @@ class Saver:
         """Delete non-persistent saves of other iterations when training begins; return self to enter it."""
         if self.local is not None:
             with self._topology.events.during(CHECKPOINT):
-                self.local.keep_only(iteration)
+                self.local.begin(iteration)
         return self
 
     def __enter__(self) -> Saver:
@@ -199,9 +199,8 @@ class Saver:
         flag = "--non-persistent-save-interval"
         if self.local is None or self._must_skip(contents.iteration, flag, waits=False):
             return
-        kept = self._unchanging(tensors)
-        pieces = {name: whole_piece(tensor, self._topology) for name, tensor in kept.items()}
         with self._topology.events.during(CHECKPOINT):
+            pieces = plan_save(self._unchanging(tensors), self._topology)
             self._begin(LocalSave(self.local, contents, self._lease), pieces)
 
     def _unchanging(self, tensors: Tensors) -> Tensors:

@@ -67,8 +67,8 @@ class CheckpointConfig:
     async_save: bool = option(False, only_with=(Setting("save"), _SAVES_EARLIER))
     """Save in the background from a copy in host memory, while training continues."""
     non_persistent_save_interval: int | None = option(None, allowed=POSITIVE)
-    """Iterations between non-persistent saves. Each rank saves its own state on its node, so that a job
-    restarted on the same nodes loses less."""
+    """Iterations between non-persistent saves. Each rank saves its part of the state on its node, so that a
+    restarted job loses less."""
     non_persistent_ckpt_type: NonPersistentType | None = option(
         None, only_with="non_persistent_save_interval"
     )
@@ -78,6 +78,9 @@ class CheckpointConfig:
     )
     """Folder for non-persistent saves, on each node's disk or in its memory, for example
     /dev/shm/megalite."""
+    peer_copies: int = option(0, allowed=NOT_NEGATIVE, only_with="non_persistent_save_interval")
+    """Copies of each rank's part of a non-persistent save, each on another node. So many nodes may be lost
+    before a job restarts from it."""
     exit_on_save_failure: bool = option(False, only_with="save")
     """Exit with status 1 if a save fails. By default the run continues, and the next save tries again."""
     keep_last: int | None = option(None, allowed=SIZE, only_with="save")
@@ -114,9 +117,6 @@ class CheckpointConfig:
     conflicts: ClassVar[Conflicts] = {
         ("layout_at", "layout_file"): {
             ("dry_run", "verify_layouts"): ", which trains in one layout at a time: remove one",
-            "non_persistent_save_interval": (
-                ", whose saves only the same layout can load; a restart loads in the first one: remove one"
-            ),
             Setting("tp_comm_overlap_method", ("symmetric_memory",)): (
                 ", whose memory on the GPU torch does not free: pass --tp-comm-overlap-method chunks"
             ),

@@ -312,6 +312,16 @@ def _address_of_gloo() -> str:
     return _LOOPBACK
 
 
+def own_address() -> str:
+    """Return the address at which the other ranks reach this host: that of gloo's interface if it is set."""
+    interface = os.environ.get(GLOO_INTERFACE, "").split(",")[0]
+    for address, name in _interfaces().items():
+        if name == interface:
+            return address
+    master = os.environ.get("MASTER_ADDR", _LOOPBACK)
+    return _LOOPBACK if is_this_machine(master) else _address_towards(master)
+
+
 def _address_towards(host: str) -> str:
     """Return the address of this host on the route to another host, without sending a packet."""
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -150,6 +150,8 @@ def announce(trainer: Trainer) -> None:
     )
     if trainer.optimizer.averages is not None:
         log.info("weights are averaged after each update, with decay %g", config.optimizer.ema_decay)
+    if trainer.saver.local is not None:
+        trainer.saver.local.check_space(trainer.tensors())
     _log_batches(trainer)
     _log_datasets(trainer)
     if config.logging.log_throughput:

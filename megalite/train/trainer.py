@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megalite.checkpoint.lease import FolderLease
 from megalite.checkpoint.load import LoadPlan, load_checkpoint
+from megalite.checkpoint.load_local import load_local
 from megalite.checkpoint.parameter_range import Tensors
 from megalite.checkpoint.progress import TrainingProgress
 from megalite.checkpoint.relayout import exchange, hold
@@ -277,14 +278,12 @@ class Trainer:
         assert checkpoint.load is not None
         with self.timers("load-checkpoint"):
             tensors = self.tensors()
-            loaded = load_checkpoint(
-                StoredRun.at(checkpoint.load, checkpoint.save_stage) or Path(checkpoint.load),
-                tensors,
-                self.config,
-                self.topology,
-                self.saver.local,
-                self.datasets.record,
-            )
+            folder = StoredRun.at(checkpoint.load, checkpoint.save_stage) or Path(checkpoint.load)
+            loaded, record = None, self.datasets.record
+            if self.saver.local is not None:
+                loaded = load_local(self.saver.local, folder, tensors, self.config, record)
+            if loaded is None:
+                loaded = load_checkpoint(folder, tensors, self.config, self.topology, record)
             if loaded is not None:
                 self._seal(tensors)
         if loaded is None:

@@ -15,6 +15,7 @@ from megalite.checkpoint import local_saves, save
 from megalite.checkpoint.folder import name_of
 from megalite.checkpoint.lease import hold_folder
 from megalite.checkpoint.load import load_checkpoint
+from megalite.checkpoint.load_local import load_local
 from megalite.checkpoint.manifest import FileRecord
 from megalite.checkpoint.parameter_range import Tensors
 from megalite.checkpoint.progress import TrainingProgress
@@ -86,7 +87,8 @@ def loaded(topology: Topology, config: Config, saver: Saver | None = None) -> tu
     folder = config.checkpoint.load
     assert folder is not None
     source = StoredRun.at(folder, config.checkpoint.save_stage) or Path(folder)
-    plan = load_checkpoint(source, tensors, config, topology, saver.local if saver else None)
+    plan = load_local(saver.local, source, tensors, config) if saver and saver.local else None
+    plan = plan or load_checkpoint(source, tensors, config, topology)
     if plan is None:
         return None
     value = elements(tensors["optimizer.num_steps"]).item()

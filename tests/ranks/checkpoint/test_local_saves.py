@@ -1,4 +1,4 @@
-"""Non-persistent saves: loaded if every rank has its own, whole and newer, and else skipped."""
+"""Non-persistent saves: loaded in any layout if the nodes have all parts, whole and newer."""
 
 from __future__ import annotations
 
@@ -7,14 +7,18 @@ import os
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from megalite.checkpoint import local_saves, peer_copies
 from megalite.checkpoint.folder import iterations_in
+from megalite.checkpoint.local_saves import LocalSaves
 from megalite.checkpoint.saver import Saver
 from megalite.config import Config, DataConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 from megalite.config.presets import PRESETS
 from megalite.train.trainer import start_trainer
+from megalite.utils.errors import UserError
 from tests.live_ranks import run_ranks
 from tests.ranks.checkpoint.saving import (
     config_of,
@@ -36,6 +40,13 @@ def local_config(folder: Path, **fields) -> Config:
     )
 
 
+def iterations_of(saver: Saver) -> list[int]:
+    """The iterations of a rank's parts, once the first rank of the node has deleted old ones."""
+    with saver.local.topology.agreed():
+        pass
+    return list(iterations_in(saver.local.folder))
+
+
 def save(topology, config: Config) -> None:
     """A persistent save of iteration 10, others of 11 and 12, and one of 13 that rank 1 fails."""
     with Saver(config.checkpoint, topology).training_from(0) as saver:
@@ -44,18 +55,19 @@ def save(topology, config: Config) -> None:
             saver.finish()
             saver.save_local(contents_of(config, topology, iteration), state(topology, value))
             saver.finish()
-            assert list(iterations_in(saver.local.folder)) == [iteration]
+            assert iterations_of(saver) == [iteration]
         with writer(full_disk) if topology.rank == 1 else nullcontext():
             saver.save_local(contents_of(config, topology, 13), state(topology, 3.0))
             saver.finish()
-        assert list(iterations_in(saver.local.folder)) == [12]
+        assert iterations_of(saver) == [12]
 
 
 def load(topology, config: Config) -> tuple[int, float] | None:
     saver = Saver(config.checkpoint, topology)
     found = loaded(topology, config, saver)
     with saver.training_from(found[0] if found else 0):
-        assert list(iterations_in(saver.local.folder)) == ([12] if found and found[0] == 12 else [])
+        kept = found is not None and found[0] == 12 and topology.rank < 2
+        assert iterations_of(saver) == ([12] if kept else [])
     return found
 
 
@@ -64,11 +76,14 @@ def rank_folder(folder: Path, rank: int) -> Path:
     return run / f"rank_{rank:05d}" / "iter_0000012"
 
 
-def flip(folder: Path) -> None:
-    file = rank_folder(folder, 1) / "rank_00001.safetensors"
+def flip_bit(file: Path) -> None:
     content = bytearray(file.read_bytes())
     content[-3] ^= 1
     file.write_bytes(content)
+
+
+def flip(folder: Path) -> None:
+    flip_bit(rank_folder(folder, 1) / "rank_00001.safetensors")
 
 
 def as_copied(folder: Path) -> None:
@@ -90,8 +105,9 @@ CHANGES = {
     "another run": (lambda folder: (folder / "save" / "run_id").unlink(), (10, "same")),
     "a copied run": (as_copied, (10, "same")),
     "a moved run": (as_moved, (12, "same")),
-    "more ranks": (lambda folder: None, (10, parallel(dp=4))),
-    "another layout": (lambda folder: None, (10, parallel(tp=2))),
+    "more ranks": (lambda folder: None, (12, parallel(dp=4))),
+    "fewer ranks": (lambda folder: None, (12, parallel())),
+    "another layout": (lambda folder: None, (12, parallel(tp=2))),
 }
 
 
@@ -103,11 +119,152 @@ def test_the_newest_that_every_rank_has_whole_is_loaded(tmp_path: Path, kind: st
     here = parallel(dp=2)
     run_ranks(save, here.mesh, 2, config)
     change(tmp_path)
+    (run,) = (tmp_path / "local").iterdir()
+    killed = run / "rank_00007"  # was a rank of this node before another restart
+    (killed / f".iter_0000011.{'0' * 16}.partial").mkdir(parents=True)
     there = here if layout == "same" else layout
     assert isinstance(there, ParallelConfig)
     world_size = there.tensor_model_parallel_size * (there.data_parallel_size or 1)
     found = run_ranks(load, there.mesh, world_size, config)
     assert found == [(iteration, {10: 1.0, 12: 2.0}[iteration])] * world_size
+    assert killed.exists() == (kind in ("another run", "a copied run"))
+
+
+def on_node(config: Config, node: int, num_copies: int) -> Config:
+    """The config of a rank on a node, whose folder only its ranks see."""
+    folder = f"{config.checkpoint.non_persistent_local_ckpt_dir}/{node}"
+    checkpoint = dataclasses.replace(
+        config.checkpoint, non_persistent_local_ckpt_dir=folder, peer_copies=num_copies
+    )
+    return dataclasses.replace(config, checkpoint=checkpoint)
+
+
+def save_on_nodes(topology, config: Config) -> None:
+    """A save of iteration 12 with a copy on the other of two nodes; one of 13 that rank 1 cannot store."""
+    config = on_node(config, topology.rank, 1)
+    with Saver(config.checkpoint, topology).training_from(0) as saver:
+        saver.save(contents_of(config, topology, 10), state(topology, 1.0))
+        saver.finish()
+        saver.save_local(contents_of(config, topology, 12), state(topology, 2.0))
+        saver.finish()
+        full = mock.patch.object(peer_copies, "_receive", side_effect=OSError(28, "No space left on device"))
+        with full if topology.rank == 1 else nullcontext():
+            saver.save_local(contents_of(config, topology, 13), state(topology, 3.0))
+            saver.finish()
+        found = {str(each.relative_to(saver.local.root)) for each in saver.local.root.rglob("*.safetensors")}
+        assert found == {f"rank_0000{rank}/iter_0000012/rank_0000{rank}.safetensors" for rank in range(2)}
+        assert not list(saver.local.root.rglob(".*"))
+
+
+def load_on_nodes(topology, config: Config, nodes: list[int]) -> tuple[int, float] | None:
+    config = on_node(config, nodes[topology.rank], len(set(nodes)) - 1)
+    return loaded(topology, config, Saver(config.checkpoint, topology))
+
+
+def lose(folder: Path, node: int) -> None:
+    shutil.rmtree(folder / "local" / str(node))
+
+
+def spoil(folder: Path, node: int) -> None:
+    """Damage the part of rank 1 on a node."""
+    (file,) = (folder / "local" / str(node)).rglob("rank_00001.safetensors")
+    flip_bit(file)
+
+
+def spoil_text(folder: Path, node: int) -> None:
+    (file,) = (folder / "local" / str(node)).glob("*/rank_00001/*/run.json")
+    os.truncate(file, 30)
+
+
+LOSSES = {
+    "nothing": ([], [0, 1], 12),
+    "a node": ([(lose, 0)], [0, 1], 12),
+    "a part": ([(spoil, 1)], [0, 1], 12),
+    "a text and the other node": ([(spoil_text, 1), (lose, 0)], [0, 1], 10),
+    "both copies of a part": ([(spoil, 0), (spoil, 1)], [0, 1], 10),
+    "both nodes": ([(lose, 0), (lose, 1)], [0, 1], 10),
+    "a node that is not replaced": ([(lose, 1)], [0], 12),
+    "a node that two ranks replace": ([(lose, 0)], [0, 0, 1, 1], 12),
+}
+
+
+@pytest.mark.parametrize(("kind", "is_async"), [*((kind, False) for kind in LOSSES), ("a node", True)])
+def test_a_copy_on_another_node_replaces_a_lost_part(tmp_path: Path, kind: str, is_async: bool) -> None:
+    (tmp_path / "save").mkdir()
+    config = local_config(tmp_path, async_save=is_async)
+    run_ranks(save_on_nodes, parallel(dp=2).mesh, 2, config)
+    losses, nodes, iteration = LOSSES[kind]
+    for fault, node in losses:
+        fault(tmp_path, node)
+    found = run_ranks(load_on_nodes, parallel(dp=len(nodes)).mesh, len(nodes), config, nodes)
+    assert found == [(iteration, {10: 1.0, 12: 2.0}[iteration])] * len(nodes)
+
+
+def start_on_one_node(topology, config: Config) -> str:
+    with pytest.raises(UserError) as error:
+        Saver(on_node(config, 0, 1).checkpoint, topology)
+    return str(error.value)
+
+
+def test_copies_on_the_same_node_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "save").mkdir()
+    first, second = run_ranks(start_on_one_node, parallel(dp=2).mesh, 2, local_config(tmp_path))
+    assert first == second
+    assert "--peer-copies 1 needs 2 nodes, and the ranks see 1 folder for non-persistent saves" in first
+
+
+def restart_on_one_node(
+    topology, config: Config, iteration: int
+) -> tuple[list[int], tuple[int, float] | None]:
+    config = on_node(config, 0, 1)
+    saver = Saver(config.checkpoint, topology)
+    found = loaded(topology, config, saver)
+    saver.save_local(contents_of(config, topology, iteration), state(topology, 3.0))
+    return iterations_of(saver), found
+
+
+def test_a_run_that_restarts_on_fewer_nodes_makes_fewer_copies(tmp_path: Path) -> None:
+    (tmp_path / "save").mkdir()
+    config = local_config(tmp_path)
+    run_ranks(save_on_nodes, parallel(dp=2).mesh, 2, config)
+    lose(tmp_path, 1)
+    assert run_ranks(restart_on_one_node, parallel(dp=2).mesh, 2, config, 15) == [([15], (12, 2.0))] * 2
+
+
+def test_parts_of_two_saves_of_an_iteration_are_not_mixed(tmp_path: Path) -> None:
+    """A node comes back with a part of a save that the others have lost and made again."""
+    (tmp_path / "save").mkdir()
+    config = local_config(tmp_path)
+    run_ranks(save_on_nodes, parallel(dp=2).mesh, 2, config)
+    (tmp_path / "local" / "1").rename(tmp_path / "away")
+    (of_rank_0,) = (tmp_path / "away").glob("*/rank_00000")
+    shutil.rmtree(of_rank_0)
+    run_ranks(restart_on_one_node, parallel(dp=2).mesh, 2, config, 12)
+    (tmp_path / "away").rename(tmp_path / "local" / "1")
+    assert run_ranks(load_on_nodes, parallel(dp=2).mesh, 2, config, [0, 1]) == [(12, 3.0)] * 2
+
+
+def space(topology, config: Config, num_bytes: int) -> list[str]:
+    saves = LocalSaves.of(on_node(config, topology.rank, 1).checkpoint, topology)
+    with (
+        mock.patch.object(shutil, "disk_usage", return_value=mock.Mock(free=num_bytes)),
+        mock.patch.object(local_saves.log, "warning") as warning,
+        mock.patch.object(local_saves.log, "info") as info,
+    ):
+        saves.check_space(state(topology, 1.0))
+    return [call.args[0] % call.args[1:] for each in (info, warning) for call in each.call_args_list]
+
+
+def test_the_space_on_a_node_is_checked(tmp_path: Path) -> None:
+    """Each rank has half of 24 fp32 and 10 bf16 elements and its fp64 moments, rank 0 also the count."""
+    (tmp_path / "save").mkdir()
+    config = local_config(tmp_path)
+    needed = 2 * (24 * 4 + 10 * 2 + 24 * 8 + 4)
+    enough, *_ = run_ranks(space, parallel(dp=2).mesh, 2, config, needed)
+    assert len(enough) == 1
+    _, warning = run_ranks(space, parallel(dp=2).mesh, 2, config, needed - 1)[0]
+    assert "--non-persistent-local-ckpt-dir has 0.000 GB for non-persistent saves on 2 nodes" in warning
+    assert warning.endswith("pass a folder with more space, or fewer --peer-copies")
 
 
 def supersede(topology, config: Config) -> list[list[int]]:
@@ -119,7 +276,7 @@ def supersede(topology, config: Config) -> list[list[int]]:
         saver.save_local(contents_of(config, topology, iteration - 1), state(topology, 1.0))
         saver.save(contents_of(config, topology, iteration), state(topology, 2.0), is_last=is_last)
         saver.finish()
-        seen.append(list(iterations_in(saver.local.folder)))
+        seen.append(iterations_of(saver))
     return seen
 
 
@@ -154,6 +311,21 @@ def run_config(folder: Path, way: tuple[int, int, int, str], is_async: bool) -> 
         data=DataConfig(mock_data=True),
         training=TrainingConfig(micro_batch_size=2, global_batch_size=8, train_iters=9, eval_iters=0),
     )
+
+
+def train_on_nodes(topology, config: Config, num_copies: int, resumes: bool) -> tuple[int, list[float]]:
+    return train(topology, on_node(config, topology.rank, num_copies), resumes)
+
+
+def test_a_run_goes_on_in_another_layout_without_a_node(tmp_path: Path) -> None:
+    (tmp_path / "save").mkdir()
+    first = run_config(tmp_path, (1, 2, 1, "fp64"), is_async=True)
+    later = dataclasses.replace(first, parallel=parallel())
+    undisturbed, *_ = run_ranks(train_on_nodes, first.parallel.mesh, 2, first, 1, False)
+    lose(tmp_path, 1)
+    ((iteration, losses),) = run_ranks(train_on_nodes, later.parallel.mesh, 1, later, 0, True)
+    assert iteration == 3
+    assert losses == pytest.approx(undisturbed[1], rel=1e-12)
 
 
 def train(topology, config: Config, resumes: bool) -> tuple[int, list[float]]:

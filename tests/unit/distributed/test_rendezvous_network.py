@@ -8,7 +8,7 @@ import os
 import pytest
 
 from megalite.distributed import rendezvous
-from megalite.distributed.rendezvous import GLOO_INTERFACE, choose_interface
+from megalite.distributed.rendezvous import GLOO_INTERFACE, choose_interface, own_address
 
 
 @pytest.fixture
@@ -74,6 +74,28 @@ def test_one_host_needs_nothing(host: pytest.MonkeyPatch, caplog: pytest.LogCapt
     with caplog.at_level(logging.INFO, logger="megalite"):
         choose_interface("127.0.0.1", many_hosts=False)
     assert GLOO_INTERFACE not in os.environ and not caplog.text
+
+
+@pytest.mark.parametrize(
+    ("interface", "master", "address"),
+    [
+        ("", "n0", "10.0.0.3"),
+        ("eth0", "n0", "10.0.0.2"),
+        ("eth0,ib0", "localhost", "10.0.0.2"),
+        ("ib0", "n0", "10.0.0.3"),
+        ("", "localhost", "127.0.0.1"),
+        ("", None, "127.0.0.1"),
+    ],
+)
+def test_the_address_for_other_ranks(
+    host: pytest.MonkeyPatch, interface: str, master: str | None, address: str
+) -> None:
+    host.setattr(rendezvous, "_address_towards", lambda master: "10.0.0.3")
+    host.setenv(GLOO_INTERFACE, interface)
+    host.delenv("MASTER_ADDR", raising=False)
+    if master is not None:
+        host.setenv("MASTER_ADDR", master)
+    assert own_address() == address
 
 
 def test_this_machine_s_own_interfaces() -> None:

@@ -1,0 +1,126 @@
+"""Copies are on other nodes, and arrive whole or with an error that names who is missing."""
+
+from __future__ import annotations
+
+import json
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from megalite.checkpoint import peer_copies
+from megalite.checkpoint.peer_copies import PeerCopies
+from megalite.checkpoint.save_agreement import SaveError
+from megalite.utils.errors import UserError
+
+
+def copies_of(node_of: list[int], num_copies: int) -> list[PeerCopies]:
+    return [PeerCopies(rank, node_of, num_copies) for rank in range(len(node_of))]
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (1, 1, 1, 1), (2, 2, 2), (8,) * 16, (3, 1, 2)], ids=str)
+def test_each_copy_is_on_another_node(sizes: tuple[int, ...]) -> None:
+    node_of = [node for node, size in enumerate(sizes) for _ in range(size)]
+    for num_copies in range(1, len(sizes)):
+        every = copies_of(node_of, num_copies)
+        for rank, copies in enumerate(every):
+            assert len({node_of[rank], *(node_of[to] for to in copies.to)}) == num_copies + 1
+            assert all(rank in every[to].sources for to in copies.to)
+        assert sum(len(copies.sources) for copies in every) == num_copies * len(node_of)
+        if len(set(sizes)) == 1:
+            assert {len(copies.sources) for copies in every} == {num_copies}
+
+
+def test_copies_are_far_away() -> None:
+    assert [copies.to for copies in copies_of([0, 0, 1, 1, 2, 2, 3, 3], 1)][:3] == [[4], [5], [6]]
+    assert copies_of([0, 1, 2, 3, 4, 5], 2)[1].to == [3, 5]
+
+
+def test_copies_need_as_many_other_nodes() -> None:
+    with pytest.raises(UserError, match="--peer-copies 2 needs 3 nodes, and the ranks see 2 folders"):
+        PeerCopies(0, [0, 0, 2, 2], 2)
+
+
+FILES = {"run.json": b"{}", "rank_00000.safetensors": bytes(range(256)) * 100_000, "empty.safetensors": b""}
+
+
+def part_in(folder: Path) -> Path:
+    folder.mkdir()
+    for name, content in FILES.items():
+        (folder / name).write_bytes(content)
+    return folder
+
+
+def exchange(pair: list[PeerCopies], folder: Path, addresses: list[str]) -> list[BaseException | None]:
+    with ThreadPoolExecutor(2) as pool:
+        running = [
+            pool.submit(each.exchange, addresses, part_in(folder / f"own{rank}"), [folder / f"of{1 - rank}"])
+            for rank, each in enumerate(pair)
+        ]
+        return [each.exception() for each in running]
+
+
+@pytest.fixture
+def pair() -> list[PeerCopies]:
+    return copies_of([0, 1], 1)
+
+
+def call(address: str, message: bytes) -> socket.socket:
+    host, port, _ = address.split()
+    connection = socket.create_connection((host, int(port)))
+    connection.sendall(message)
+    return connection
+
+
+def header(address: str, rank: int, files: dict[str, int]) -> bytes:
+    return json.dumps({"token": address.split()[2], "rank": rank, "files": files}).encode() + b"\n"
+
+
+def test_parts_arrive_and_strangers_are_turned_away(tmp_path: Path, pair: list[PeerCopies]) -> None:
+    for _ in range(2):  # an inbox opens again for each save
+        addresses = [each.open_inbox() for each in pair]
+    first = addresses[0]
+    strangers = [
+        call(first, b"GET / HTTP/1.1\r\n\r\n"),
+        call(first, header(first.replace(first.split()[2], "0" * 32), 1, {"run.json": 1})),
+        call(first, header(first, 7, {"run.json": 1})),
+        call(first, header(first, 1, {"../outside.safetensors": 1})),
+        call(first, header(first, 1, {"other.py": 1})),
+    ]
+    assert exchange(pair, tmp_path, addresses) == [None, None]
+    for rank in range(2):
+        found = {each.name: each.read_bytes() for each in (tmp_path / f"of{rank}").iterdir()}
+        assert found == FILES
+    assert not (tmp_path / "outside.safetensors").exists()
+    for each in (*strangers, *pair):
+        each.close() if isinstance(each, socket.socket) else each.close_inbox()
+    with pytest.raises(ConnectionRefusedError):
+        call(first, b"")
+
+
+def test_a_sender_that_is_gone_is_named(
+    tmp_path: Path, pair: list[PeerCopies], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_copies, "_SILENCE_SECONDS", 0.2)
+    address = pair[0].open_inbox()
+    with pytest.raises(SaveError, match=r"no copy of rank 1's part arrived within 0\.2 s"):
+        pair[0]._receive_all({1: tmp_path / "late"})
+    with call(address, header(address, 1, {"run.json": 100}) + b"{"), pytest.raises(SaveError) as error:
+        pair[0]._receive_all({1: tmp_path / "silent"})
+    assert str(error.value) == "the copy of rank 1's part broke off (timed out)"
+    call(address, header(address, 1, {"run.json": 100}) + b"{").close()
+    with pytest.raises(SaveError, match="rank 1 broke off the copy of its part"):
+        pair[0]._receive_all({1: tmp_path / "dead"})
+    pair[0].close_inbox()
+    with pytest.raises(
+        SaveError, match=r"rank 1 cannot reach rank 0 at 127\.0\.0\.1:\d+ \(Connection refused"
+    ):
+        peer_copies._send(part_in(tmp_path / "own"), 1, 0, address)
+
+
+def test_a_keeper_that_cannot_store_its_copy_says_why(tmp_path: Path, pair: list[PeerCopies]) -> None:
+    (tmp_path / "of0").mkdir()  # so that rank 1 cannot make it
+    first, second = exchange(pair, tmp_path, [each.open_inbox() for each in pair])
+    assert first is None
+    assert isinstance(second, FileExistsError)
