@@ -11,6 +11,9 @@ update until the copy is complete: measured after a second of computation, and w
 ends when the tensors are filled: torch.load reads from the page cache, megalite from the disk if files were
 written to it directly.
 
+Two ranks in two threads send each other copies of the last checkpoint, as --peer-copies does, beside shutil's
+copies of the same files: with --folder /dev/shm, in memory.
+
 python benchmarks/checkpoint.py --url s3://bucket/run
 
 also saves to a store, and compares the upload with obstore's put of a file of the same size, and a second of
@@ -28,12 +31,14 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from megalite.checkpoint.load import load_checkpoint
+from megalite.checkpoint.peer_copies import PeerCopies
 from megalite.checkpoint.progress import TrainingProgress
 from megalite.checkpoint.save import Contents
 from megalite.checkpoint.saver import Saver
@@ -74,6 +79,7 @@ class Bench:
         self, folder: Path, state: dict[str, Tensor | ParameterShard], topology: Topology, url: str | None
     ) -> None:
         self.file = folder / "state.pt"
+        self.copies = folder / "copies"
         self.state, self.topology = state, topology
         self.plain = plain(state)
         self.config = Config(
@@ -88,6 +94,7 @@ class Bench:
         self.num_products = max(1, int(1 / min(seconds(self.compute) for _ in range(5))))
         self.sync = Saver(self.config.checkpoint, topology)
         self.background = Saver(dataclasses.replace(self.config.checkpoint, async_save=True), topology)
+        self.peers = [PeerCopies(rank, (0, 1), 1) for rank in range(2)]
         self.url = url
         if url is not None:
             stored = CheckpointConfig(save=url, save_stage=str(folder), keep_last=1)
@@ -152,6 +159,21 @@ class Bench:
     def finish(self) -> None:
         self.background.finish()
 
+    def exchange(self) -> None:
+        """Send a copy of the last checkpoint from each of two ranks to the other."""
+        pair, part, copies = self.peers, self.last_checkpoint(), self.copies
+        addresses = [each.open_inbox() for each in pair]
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda rank: pair[rank].exchange(addresses, part, [copies / str(rank)]), range(2)))
+
+    def copy_twice(self) -> None:
+        """Copy the last checkpoint twice."""
+        for number in range(2):
+            shutil.copytree(self.last_checkpoint(), self.copies / f"by shutil {number}")
+
+    def last_checkpoint(self) -> Path:
+        return max(self.file.parent.glob("run/iter_*"))
+
     def load(self) -> None:
         folder = Path(self.config.checkpoint.load or "")
         assert load_checkpoint(folder, self.state, self.config, self.topology)
@@ -190,6 +212,12 @@ def measure(bench: Bench, num_rounds: int) -> dict[str, list[float]]:
         time_of("async: then written in", bench.background.finish)
         time_of("torch.load", bench.torch_load)
         time_of("load", bench.load)
+        shutil.rmtree(bench.copies, ignore_errors=True)
+        bench.copies.mkdir()
+        begun = time.process_time()
+        time_of("peer copies", bench.exchange)
+        times.setdefault("peer copies: processor", []).append(time.process_time() - begun)
+        time_of("copies by shutil", bench.copy_twice)
         if bench.url is not None:
             bench.torch_save()
             time_of("store: put of a file", bench.put)
@@ -219,6 +247,7 @@ def report(times: dict[str, list[float]], num_bytes: int) -> None:
         ("async stand-still / sync save", "async: stands still", "sync save"),
         ("  with nothing to compute", "async: with nothing computed", "sync save"),
         ("load / torch.load", "load", "torch.load"),
+        ("two peer copies / two by shutil", "peer copies", "copies by shutil"),
         ("rate of upload / of put", "store: put of a file", "store: upload"),
         ("compute during upload / async save", "store: compute", "async: compute"),
     ):

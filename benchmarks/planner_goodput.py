@@ -12,16 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megalite.plan.goodput import (
-    NODE_STORAGE_GBPS,
-    REPAIR_DAYS,
-    RESTART_MINUTES,
-    FailingRun,
-    RunTimes,
-    compare_intervals,
-    enough_spares,
-    simulate_runs,
-)
+from megalite.plan.failing_run import FailingRun, RunTimes, compare_intervals, enough_spares, simulate_runs
+from megalite.plan.goodput import NODE_STORAGE_GBPS, REPAIR_DAYS, RESTART_MINUTES
 
 _MINUTE, _HOUR, _DAY = 60.0, 3600.0, 86400.0
 

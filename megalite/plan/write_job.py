@@ -204,7 +204,7 @@ def warnings(request: Request, plan: RunPlan, slurm: Slurm, config: Config) -> I
 
 def run_warnings(request: Request, plan: RunPlan, config: Config) -> Iterator[str]:
     """Yield warnings about the run that do not depend on the launcher; `config` is as in `warnings`."""
-    if not config.checkpoint.saves_at_intervals:
+    if not config.checkpoint.saves_at_intervals and not config.checkpoint.peer_copies:
         text = "--save-interval is not set: a rank or a node that fails loses all work since the job started"
         goodput = goodput_of(request, plan)
         yield text if goodput is None else f"{text}; pass --save-interval {goodput.intervals.best}"

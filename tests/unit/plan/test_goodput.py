@@ -11,16 +11,16 @@ import pytest
 
 from benchmarks.planner_goodput import PUBLISHED
 from megalite.plan.estimate import RunPlan
-from megalite.plan.goodput import (
+from megalite.plan.failing_run import (
     FREE_SPARE,
     FailingRun,
-    GoodputPlan,
     compare_intervals,
     daly_interval,
     enough_spares,
     simulate_runs,
     young_interval,
 )
+from megalite.plan.goodput import GoodputPlan
 from megalite.plan.plan_report import answer, goodput_of
 from megalite.plan.plan_request import read_request
 from megalite.plan.write_job import write_job
@@ -30,6 +30,7 @@ from tests.programs import run_program
 MINUTE, HOUR, DAY = 60.0, 3600.0, 86400.0
 LLAMA = "--preset llama3-70b --gpu h100 --world-size 16384 --tp 8 --pp 4 --global-batch-size 2048 --bf16"
 RUN = f"{LLAMA} --zero-stage 1 --node-mtbf 264d"
+PEERS = "--peer-copies 1 --non-persistent-save-interval 10 --non-persistent-local-ckpt-dir /dev/shm/run"
 LENGTH = "--train-tokens 30e12 --price-per-gpu-hour 2"
 
 
@@ -154,6 +155,14 @@ def test_published_runs() -> None:
             "--node-mtbf 1h: one of 2048 nodes fails every 1.8 seconds, and a restart takes 11 m",
         ),
         ("--node-mtbf 264d --save-interval 900000", "progress; pass --save-interval "),
+        (
+            f"--node-mtbf 264d {PEERS.replace('interval 10', 'interval 900000')}",
+            "progress; pass --non-persistent-save-interval ",
+        ),
+        (
+            f"--node-mtbf 264d {PEERS} --peer-copies 2048",
+            "--peer-copies 2048 needs 2049 nodes, and the run has 2048: pass fewer copies",
+        ),
     ],
 )
 def test_mistakes_are_one_line(words: str, message: str) -> None:
@@ -191,6 +200,37 @@ def test_every_option_changes_the_plan() -> None:
     assert goodput(f"{RUN} --save-interval-minutes 30").save_interval == pytest.approx(
         30 * MINUTE / goodput(RUN).plan.time.seconds
     )
+
+
+def test_a_run_restarts_from_peer_copies() -> None:
+    """Each of 16384 ranks writes a part and a copy at 0.8 GB/s, and loads over a network of 50 GB/s."""
+    from_storage, found = goodput(f"{RUN} --storage-gbps 50"), goodput(f"{RUN} {PEERS} --storage-gbps 50")
+    parameters = found.plan.parameters
+    part = 14 * parameters / 16384 / 1e9
+    assert found.peer_save_seconds == pytest.approx(2 * part / 0.8)
+    loaded = part / 0.8 + (512 * 2 + 12) * parameters / 16384 / 50e9
+    assert found.failing.restart == pytest.approx(600 + loaded)
+    assert found.failing.blocked == found.peer_save_seconds
+    assert found.save_interval == 10
+    assert found.times.share("work") > from_storage.times.share("work")
+    assert found.times.share("lost") < 0.2 * from_storage.times.share("lost")
+    both = goodput(f"{RUN} {PEERS} --storage-gbps 50 --save-interval 100")
+    more = found.save_seconds / 100 / (found.failing.blocked / 10)
+    ratio = [each.times.share("saves") / each.times.share("work") for each in (both, found)]
+    assert ratio[0] / ratio[1] == pytest.approx(1 + more, rel=0.02)
+    in_background = goodput(f"{RUN} {PEERS} --async-save").failing
+    assert in_background.blocked < 0.01 * in_background.written
+
+
+def test_peer_copies_are_in_the_output() -> None:
+    text = list(answer(f"{RUN} {PEERS} --async-save --storage-gbps 2000".split()))
+    (row,) = [row for row in text if row.startswith("peer copies")]
+    assert (
+        row == "peer copies    1 of each part, 1.93 GB a node: made in 0.151 seconds, loaded in 0.165 seconds"
+    )
+    assert any(row.startswith("best interval  --non-persistent-save-interval ") for row in text)
+    (line,) = answer(f"{RUN} {PEERS} --json".split())
+    assert json.loads(line)["goodput"]["peer_save_s"] == goodput(f"{RUN} {PEERS}").peer_save_seconds
 
 
 def test_async_saves_are_not_due_while_one_is_written() -> None:
