@@ -43,12 +43,17 @@ class Group:
 
     @staticmethod
     def start(
-        num_ranks: int, arguments: Sequence[str], folder: Path, further: Mapping[str, str] | None = None
+        num_ranks: int,
+        arguments: Sequence[str],
+        folder: Path,
+        further: Mapping[str, str] | None = None,
+        of_ranks: Sequence[Sequence[str]] = (),
     ) -> Group:
         """Starts one process a rank; what they print goes to a file beside the folder.
 
         Args:
             further: variables of the environment.
+            of_ranks: further arguments of each rank.
         """
         folder.mkdir(parents=True, exist_ok=True)
         context = forked_with_torch(__name__)
@@ -60,7 +65,8 @@ class Group:
         for rank in range(num_ranks):
             environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
             environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **(further or {})}
-            process = context.Process(target=_rank_main, args=(environment, list(arguments), str(log)))
+            own = [*arguments, *(of_ranks[rank] if of_ranks else ())]
+            process = context.Process(target=_rank_main, args=(environment, own, str(log)))
             process.start()
             processes.append(process)
         return Group(processes, log)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.soak import lost_nodes
 from tests.soak.folder import is_whole, losses_of, newest_whole, traces_of_saving
 from tests.soak.kill_loop import Plan, compare, soak
 
@@ -27,6 +28,11 @@ def test_two_kills_one_of_them_during_a_save(tmp_path: Path) -> None:
 @pytest.mark.parametrize("layout", ["--tp 2 --pp 2", "--tp 2 --zero-stage 1 --async-save"])
 def test_four_kills_on_four_ranks(tmp_path: Path, layout: str) -> None:
     assert soak(_plan(4, 4, layout), tmp_path, print) == ("4 kills, 4 resumed, 0 lost", True)
+
+
+@pytest.mark.slow
+def test_four_nodes_are_lost(tmp_path: Path) -> None:
+    assert lost_nodes.soak(4, 3, tmp_path) == ("4 kills, 4 resumed, 0 lost", True)
 
 
 @pytest.fixture
