@@ -10,7 +10,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from pathlib import Path
@@ -25,8 +25,10 @@ from megalite.utils.errors import UserError, counted
 
 _CHUNK_BYTES = 8 << 20
 _MAX_HEADER_BYTES = 1 << 16
+_HEADER_SECONDS = 5.0
+"""Seconds in which a sender must say which rank it is."""
 _SILENCE_SECONDS = 60.0
-"""Seconds without a byte after which a rank gives up a copy."""
+"""Seconds without a connection or a byte after which a rank gives up a copy."""
 _FILES = ".safetensors"
 
 
@@ -99,13 +101,15 @@ class PeerCopies:
             SaveError: a rank is gone, or does not answer.
             OSError: a file cannot be read or written.
         """
-        with ThreadPoolExecutor(max(1, len(self.to)), "send-copies") as pool:
-            sent = [pool.submit(_send, part, self._rank, to, addresses[to]) for to in self.to]
-            self._receive_all(dict(zip(self.sources, folders, strict=True)))
-            for each in sent:
+        missing = dict(zip(self.sources, folders, strict=True))
+        with ThreadPoolExecutor(len(self.to) + len(missing), "peer-copies") as pool:
+            running = [pool.submit(_send, part, self._rank, to, addresses[to]) for to in self.to]
+            running += [pool.submit(_receive_part, *arrival) for arrival in self._arrivals(missing)]
+            for each in running:
                 each.result()
 
-    def _receive_all(self, missing: dict[int, Path]) -> None:
+    def _arrivals(self, missing: dict[int, Path]) -> Iterator[tuple[socket.socket, _Header, Path]]:
+        """Yield a connection from each rank that is missing, with the folder for its part."""
         assert self._inbox is not None
         deadline = time.monotonic() + _SILENCE_SECONDS
         while missing:
@@ -116,15 +120,13 @@ class PeerCopies:
                 raise SaveError(
                     f"no copy of rank {min(missing)}'s part arrived within {_SILENCE_SECONDS:g} s"
                 ) from None
-            with connection:
+            connection.settimeout(_HEADER_SECONDS)
+            header = _header(connection, self._token)
+            if header is not None and header.rank in missing:
                 connection.settimeout(_SILENCE_SECONDS)
-                header = _header(connection, self._token)
-                if header is None or (folder := missing.pop(header.rank, None)) is None:
-                    continue  # no rank of this run
-                folder.mkdir()
-                for name, size in header.files.items():
-                    _receive(connection, folder / name, size, header.rank)
-            deadline = time.monotonic() + _SILENCE_SECONDS
+                yield connection, header, missing.pop(header.rank)
+            else:  # no rank of this run
+                connection.close()
 
 
 def nodes_of_ranks(folder: Path, name: str, topology: Topology) -> list[int]:
@@ -184,6 +186,13 @@ def _header(connection: socket.socket, token: str) -> _Header | None:
         if is_known and all(os.path.basename(each) == each and each.endswith(_FILES) for each in names):
             return _Header(header["rank"], header["files"])
     return None
+
+
+def _receive_part(connection: socket.socket, header: _Header, folder: Path) -> None:
+    with connection:
+        folder.mkdir()
+        for name, size in header.files.items():
+            _receive(connection, folder / name, size, header.rank)
 
 
 def _receive(connection: socket.socket, path: Path, size: int, source: int) -> None:

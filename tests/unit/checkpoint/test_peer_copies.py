@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -99,19 +100,47 @@ def test_parts_arrive_and_strangers_are_turned_away(tmp_path: Path, pair: list[P
         call(first, b"")
 
 
+def test_a_slow_sender_does_not_hold_up_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 arrives first at rank 0, and sends nothing until rank 2's copy is there."""
+    monkeypatch.setattr(peer_copies, "_SILENCE_SECONDS", 10.0)
+    copies = copies_of([0, 1, 2], 2)[0]
+    address = copies.open_inbox()
+    part, folders = part_in(tmp_path / "own"), [tmp_path / "of1", tmp_path / "of2"]
+    with ThreadPoolExecutor(1) as pool, call(address, header(address, 1, {"run.json": 2})) as slow:
+        others = copies_of([0, 1, 2], 2)[1:]
+        running = pool.submit(copies.exchange, ["", *(each.open_inbox() for each in others)], part, folders)
+        peer_copies._send(part, 2, 0, address)
+        deadline = time.monotonic() + 10.0
+        while not (folders[1] / "run.json").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert (folders[1] / "run.json").exists()
+        slow.sendall(b"{}")
+        for each in others:
+            each.close_inbox()
+        running.result()
+    copies.close_inbox()
+    assert (folders[0] / "run.json").read_bytes() == b"{}"
+    assert {each.name: each.read_bytes() for each in folders[1].iterdir()} == FILES
+
+
+def receive(copies: PeerCopies, folder: Path) -> None:
+    for arrival in copies._arrivals({1: folder}):
+        peer_copies._receive_part(*arrival)
+
+
 def test_a_sender_that_is_gone_is_named(
     tmp_path: Path, pair: list[PeerCopies], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peer_copies, "_SILENCE_SECONDS", 0.2)
     address = pair[0].open_inbox()
     with pytest.raises(SaveError, match=r"no copy of rank 1's part arrived within 0\.2 s"):
-        pair[0]._receive_all({1: tmp_path / "late"})
+        receive(pair[0], tmp_path / "late")
     with call(address, header(address, 1, {"run.json": 100}) + b"{"), pytest.raises(SaveError) as error:
-        pair[0]._receive_all({1: tmp_path / "silent"})
+        receive(pair[0], tmp_path / "silent")
     assert str(error.value) == "the copy of rank 1's part broke off (timed out)"
     call(address, header(address, 1, {"run.json": 100}) + b"{").close()
     with pytest.raises(SaveError, match="rank 1 broke off the copy of its part"):
-        pair[0]._receive_all({1: tmp_path / "dead"})
+        receive(pair[0], tmp_path / "dead")
     pair[0].close_inbox()
     with pytest.raises(
         SaveError, match=r"rank 1 cannot reach rank 0 at 127\.0\.0\.1:\d+ \(Connection refused"
