@@ -70,7 +70,7 @@ def load_local(
     try:
         with topology.agreed():
             if other := sorted(name for name, source in plan.sources.items() if name != source):
-                raise UserError(f"it has no {few(other)}")
+                raise UserError(f"it has another precision, or lacks {few(other)}")
             held = _pieces_in(parts)
         exchange(held, {name: tensors[name] for name in plan.sources}, topology)
     except UserError as error:
@@ -102,16 +102,16 @@ def _pieces_in(parts: Iterable[Manifest]) -> HeldPieces:
     """
     held: HeldPieces = []
     for part in parts:
-        for file in part.files:
-            try:
-                with open_tensors(part, file) as handle:
-                    for name, (record,) in part.tensors.items():
-                        tensor = handle.get_tensor(name)
-                        whole = record.range or ParameterRange.whole(tuple(tensor.shape))
-                        size, dtype = tensor.numel(), dtype_name(tensor.dtype)
-                        if (size, dtype) != (whole.end - whole.start, record.dtype):
-                            raise ValueError(f"{name} differs from the index")
-                        held.append((name, FilePiece(tensor.flatten(), whole)))
-            except ValueError as error:
-                raise DamagedCheckpoint(part.folder, [str(error)]) from error
+        (file,) = part.files
+        try:
+            with open_tensors(part, file) as handle:
+                for name, (record,) in part.tensors.items():
+                    tensor = handle.get_tensor(name)
+                    whole = record.range or ParameterRange.whole(tuple(tensor.shape))
+                    size, dtype = tensor.numel(), dtype_name(tensor.dtype)
+                    if (size, dtype) != (whole.end - whole.start, record.dtype):
+                        raise ValueError(f"{name} differs from the index")
+                    held.append((name, FilePiece(tensor.flatten(), whole)))
+        except ValueError as error:
+            raise DamagedCheckpoint(part.folder, [str(error)]) from error
     return held

@@ -47,6 +47,7 @@ from megalite.checkpoint.save_agreement import SaveAgreement, SaveError
 from megalite.checkpoint.stored_run import StoredRun
 from megalite.checkpoint.tensor_files import FilePiece, write_file
 from megalite.config import CheckpointConfig
+from megalite.distributed.rendezvous import restart_count
 from megalite.distributed.topology import Topology
 from megalite.utils.errors import UserError, counted
 from megalite.utils.files import make_writable, partial_name, read_regular
@@ -55,7 +56,7 @@ from megalite.utils.log import THIS_RANK, log
 FLAG = "--non-persistent-local-ckpt-dir"
 _RUN_ID = "run_id"
 _PART = "part"
-"""Part of run.json that says which save the part belongs to."""
+"""Key of run.json under which a part names its save."""
 _FOLDER = re.compile(r"rank_[0-9]{5,9}")
 _ID = re.compile(r"([0-9a-f]{16}) (.+)")
 
@@ -113,9 +114,10 @@ class LocalSaves:
         run, name = topology.world.object_of_first((own, secrets.token_hex(8)), "the run's id")
         root = Path(config.non_persistent_local_ckpt_dir) / run
         with topology.agreed():
+            make_writable(root, FLAG)
             make_writable(root / _folder_of(topology.rank), FLAG)
         node_of = nodes_of_ranks(root, name, topology)
-        return LocalSaves(root, topology, node_of, _peer_copies(config.peer_copies, root, node_of, topology))
+        return LocalSaves(root, topology, node_of, _peer_copies(config, root, node_of, topology))
 
     @property
     def folder(self) -> Path:
@@ -244,7 +246,7 @@ class LocalSaves:
                 for source in (source for source, rank in readers.items() if rank == self.topology.rank):
                     try:
                         manifests.append(self._verified(source, parts[0].iteration))
-                    except (UserError, OSError) as error:
+                    except (UserError, OSError, LookupError) as error:
                         bad[source] = str(error)
             found = self.topology.world.gather_objects(bad, "damaged parts")
             if not any(found):
@@ -289,14 +291,21 @@ class LocalSaves:
         return manifest
 
 
-def _peer_copies(number: int, root: Path, node_of: Sequence[int], topology: Topology) -> PeerCopies | None:
+def _peer_copies(
+    config: CheckpointConfig, root: Path, node_of: Sequence[int], topology: Topology
+) -> PeerCopies | None:
     """Return the copies on other nodes. A restarted run that has lost nodes makes fewer; a collective.
 
     Raises:
         UserError: a new run does not have enough nodes.
     """
-    restarts = any(topology.world.gather_objects(any(root.glob("rank_*/iter_*")), "local saves"))
-    most = len(set(node_of)) - 1
+    number, most = config.peer_copies, len(set(node_of)) - 1
+    restarts = restart_count() > 0 or any(root.glob("rank_*/iter_*"))
+    if topology.rank == 0 and config.save is not None:
+        with suppress(OSError):  # the run reports it when it saves
+            run = StoredRun.at(config.save, config.save_stage)
+            restarts |= bool(run.iterations() if run else iterations_in(Path(config.save)))
+    restarts = any(topology.world.gather_objects(restarts, "restarts"))
     if number > most and restarts:
         log.warning(
             "--peer-copies %d: only %d are made, as the run is restarted on fewer nodes", number, most

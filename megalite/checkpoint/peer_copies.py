@@ -19,15 +19,16 @@ from typing import NamedTuple
 from megalite.checkpoint.manifest import SUMS, TEXTS
 from megalite.checkpoint.save_agreement import SaveError
 from megalite.checkpoint.tensor_files import DiskFile
-from megalite.distributed.rendezvous import own_address
+from megalite.distributed.rendezvous import GLOO_INTERFACE, own_address
 from megalite.distributed.topology import Topology
 from megalite.utils.errors import UserError, counted
+from megalite.utils.files import parse_json
 
 _CHUNK_BYTES = 8 << 20
 _MAX_HEADER_BYTES = 1 << 16
 _HEADER_SECONDS = 5.0
 """Seconds in which a sender must say which rank it is."""
-_SILENCE_SECONDS = 60.0
+_SILENCE_SECONDS = 20.0
 """Seconds without a connection or a byte after which a rank gives up a copy."""
 _FILES = ".safetensors"
 
@@ -79,8 +80,10 @@ class PeerCopies:
             OSError: it has no free port.
         """
         self.close_inbox()
-        self._inbox, self._token = socket.create_server((own_address(), 0)), secrets.token_hex(16)
-        host, port = self._inbox.getsockname()[:2]
+        host = own_address()
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._inbox, self._token = socket.create_server((host, 0), family=family), secrets.token_hex(16)
+        port = self._inbox.getsockname()[1]
         return f"{host} {port} {self._token}"
 
     def close_inbox(self) -> None:
@@ -120,7 +123,6 @@ class PeerCopies:
                 raise SaveError(
                     f"no copy of rank {min(missing)}'s part arrived within {_SILENCE_SECONDS:g} s"
                 ) from None
-            connection.settimeout(_HEADER_SECONDS)
             header = _header(connection, self._token)
             if header is not None and header.rank in missing:
                 connection.settimeout(_SILENCE_SECONDS)
@@ -157,9 +159,10 @@ def _send(part: Path, rank: int, to: int, address: str) -> None:
         connection = socket.create_connection((host, int(port)), _SILENCE_SECONDS)
     except OSError as error:
         raise SaveError(
-            f"rank {rank} cannot reach rank {to} at {host}:{port} ({error.strerror or error})"
+            f"rank {rank} cannot reach rank {to} at {host}, port {port} ({error.strerror or error}); if this "
+            f"is no address between the nodes, set {GLOO_INTERFACE} to the interface of one"
         ) from None
-    with connection, suppress(OSError):  # the receiver reports what it lacks, and why
+    with connection, suppress(OSError):  # the receiver reports that its copy is not whole
         connection.sendall(json.dumps(header).encode() + b"\n")
         for file in files:
             with open(file, "rb") as content:
@@ -173,14 +176,15 @@ class _Header(NamedTuple):
 
 def _header(connection: socket.socket, token: str) -> _Header | None:
     """Return the header of a part; None if the sender is no rank of this run."""
-    text = b""
+    text, deadline = b"", time.monotonic() + _HEADER_SECONDS
     with suppress(OSError):
         while not text.endswith(b"\n") and len(text) < _MAX_HEADER_BYTES:
+            connection.settimeout(max(1e-3, deadline - time.monotonic()))
             if not (more := connection.recv(1)):
                 return None
             text += more
     with suppress(ValueError, TypeError, LookupError):
-        header = json.loads(text)
+        header = parse_json(text)
         names = {*header["files"]} - {SUMS, *TEXTS}
         is_known = secrets.compare_digest(header["token"], token)
         if is_known and all(os.path.basename(each) == each and each.endswith(_FILES) for each in names):

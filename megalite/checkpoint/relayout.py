@@ -1,4 +1,4 @@
-"""Move a run's tensors to another layout of the same ranks, through their memory and without files.
+"""Move a run's tensors to another layout, through the memory of the ranks.
 
 Before the old layout ends, each rank copies its share of them to host memory, as for a checkpoint. Once the
 tensors of the new layout exist, each rank takes what it needs from the ranks that hold it. A restarted run
@@ -147,12 +147,12 @@ def _agreed_plan(
         try:
             chosen = _choose_holders(offered, targets, topology.rank)
         except ValueError as error:
-            raise UserError(f"tensors cannot move to this layout: {error}") from error
+            raise UserError(f"tensors cannot move: {error}") from error
     own = _Requests({name: target.range for name, target in targets.items()}, chosen)
     requests = topology.world.gather_objects(own, "tensors of the new layout")
     known = {name for each in requests for name in each.ranges}
     if lost := sorted({name for each in offered for name, _ in each} - known):
-        raise UserError(f"tensors cannot move to this layout: no rank needs {few(lost)} of the old one")
+        raise UserError(f"tensors cannot move: no rank needs {few(lost)} of the old one")
     return offered, requests
 
 

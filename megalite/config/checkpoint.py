@@ -72,15 +72,15 @@ class CheckpointConfig:
     non_persistent_ckpt_type: NonPersistentType | None = option(
         None, only_with="non_persistent_save_interval"
     )
-    """Type of non-persistent saves. With local, each rank saves its own state to a folder on its node."""
+    """Type of non-persistent saves. With local, each rank saves its part to a folder on its node."""
     non_persistent_local_ckpt_dir: str | None = option(
         None, differs_between_ranks=True, only_with="non_persistent_save_interval", allowed=LOCAL_PATH
     )
     """Folder for non-persistent saves, on each node's disk or in its memory, for example
     /dev/shm/megalite."""
     peer_copies: int = option(0, allowed=NOT_NEGATIVE, only_with="non_persistent_save_interval")
-    """Copies of each rank's part of a non-persistent save, each on another node. So many nodes may be lost
-    before a job restarts from it."""
+    """Copies of each rank's part of a non-persistent save, each on another node. A job can
+    restart from it after the loss of this many nodes."""
     exit_on_save_failure: bool = option(False, only_with="save")
     """Exit with status 1 if a save fails. By default the run continues, and the next save tries again."""
     keep_last: int | None = option(None, allowed=SIZE, only_with="save")

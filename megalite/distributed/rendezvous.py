@@ -60,7 +60,7 @@ class Launch:
         """
         needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         present = [name for name in needed if name in os.environ]
-        restarts = sum(map(_environment_int, ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")))
+        restarts = restart_count()
         if not {"RANK", "WORLD_SIZE"} & set(present):
             _refuse_other_launcher()
             return Launch(0, 1, 0, 1, restarts)
@@ -84,6 +84,15 @@ class Launch:
             raise mistake
         local_rank = _environment_int("LOCAL_RANK", rank % local_world_size)
         return Launch(rank, world_size, local_rank, local_world_size, restarts)
+
+
+def restart_count() -> int:
+    """Return the number of torchrun's restarts of the ranks, plus Slurm's restarts of the job.
+
+    Raises:
+        UserError: a variable of the environment is not a number.
+    """
+    return sum(map(_environment_int, ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")))
 
 
 def several_by_other_launcher() -> tuple[str, str] | None:
@@ -313,13 +322,16 @@ def _address_of_gloo() -> str:
 
 
 def own_address() -> str:
-    """Return the address at which the other ranks reach this host: that of gloo's interface if it is set."""
+    """Return the address at which other ranks reach this host, as gloo chooses it (`choose_interface`)."""
     interface = os.environ.get(GLOO_INTERFACE, "").split(",")[0]
     for address, name in _interfaces().items():
         if name == interface:
             return address
     master = os.environ.get("MASTER_ADDR", _LOOPBACK)
-    return _LOOPBACK if is_this_machine(master) else _address_towards(master)
+    if is_this_machine(master):
+        return _LOOPBACK
+    address = _address_of_gloo()
+    return _address_towards(master) if _is_loopback(address) else address
 
 
 def _address_towards(host: str) -> str:

@@ -43,8 +43,8 @@ ASYNC_SHARE = 0.005
 ASYNC_GAP = 2.0
 """Shortest interval of async saves, as a multiple of the time to write one: no two saves run at once."""
 PEER_GBPS = 0.8
-"""GB/s at which a rank writes or verifies its part of a non-persistent save, or sends and receives a copy
-(benchmarks/RESULTS.md, Checkpoints)."""
+"""GB/s at which a rank writes or verifies its part of a non-persistent save, or sends and receives a copy:
+between two processes of one machine (benchmarks/RESULTS.md, Checkpoints)."""
 MIN_SHARE = 0.01
 """Smallest share of useful time with which a run is simulated."""
 LONG_RUN = 100 * _DAY
@@ -218,7 +218,9 @@ class GoodputPlan:
     def save_interval(self) -> float:
         """Return the planned interval in iterations: the requested one, or the best."""
         if self.num_copies:
-            return float(self.plan.run.config.checkpoint.non_persistent_save_interval or 1)
+            interval = self.plan.run.config.checkpoint.non_persistent_save_interval
+            assert interval is not None
+            return float(interval)
         return self._persistent_interval or float(self.intervals.best)
 
     @cached_property

@@ -214,8 +214,9 @@ def test_copies_on_the_same_node_are_refused(tmp_path: Path) -> None:
 
 
 def restart_on_one_node(
-    topology, config: Config, iteration: int
+    topology, config: Config, iteration: int, num_restarts: str = "0"
 ) -> tuple[list[int], tuple[int, float] | None]:
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = num_restarts
     config = on_node(config, 0, 1)
     saver = Saver(config.checkpoint, topology)
     found = loaded(topology, config, saver)
@@ -229,6 +230,18 @@ def test_a_run_that_restarts_on_fewer_nodes_makes_fewer_copies(tmp_path: Path) -
     run_ranks(save_on_nodes, parallel(dp=2).mesh, 2, config)
     lose(tmp_path, 1)
     assert run_ranks(restart_on_one_node, parallel(dp=2).mesh, 2, config, 15) == [([15], (12, 2.0))] * 2
+
+
+def test_a_run_without_these_saves_restarts_on_fewer_nodes(tmp_path: Path) -> None:
+    """It is a restart if torchrun says so, or if there is a persistent checkpoint."""
+    (tmp_path / "save").mkdir()
+    config = local_config(tmp_path)
+    found = run_ranks(restart_on_one_node, parallel(dp=2).mesh, 2, config, 15, "1")
+    assert found == [([15], None)] * 2
+    shutil.rmtree(tmp_path / "local")
+    run_ranks(save_on_nodes, parallel(dp=2).mesh, 2, config)
+    shutil.rmtree(tmp_path / "local")
+    assert run_ranks(restart_on_one_node, parallel(dp=2).mesh, 2, config, 15) == [([15], (10, 1.0))] * 2
 
 
 def test_parts_of_two_saves_of_an_iteration_are_not_mixed(tmp_path: Path) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -84,6 +86,7 @@ def test_parts_arrive_and_strangers_are_turned_away(tmp_path: Path, pair: list[P
     first = addresses[0]
     strangers = [
         call(first, b"GET / HTTP/1.1\r\n\r\n"),
+        call(first, b"[" * 60_000 + b"\n"),
         call(first, header(first.replace(first.split()[2], "0" * 32), 1, {"run.json": 1})),
         call(first, header(first, 7, {"run.json": 1})),
         call(first, header(first, 1, {"../outside.safetensors": 1})),
@@ -123,6 +126,28 @@ def test_a_slow_sender_does_not_hold_up_others(tmp_path: Path, monkeypatch: pyte
     assert {each.name: each.read_bytes() for each in folders[1].iterdir()} == FILES
 
 
+def test_strangers_do_not_hold_up_ranks(
+    tmp_path: Path, pair: list[PeerCopies], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One is silent, and one sends a byte now and then."""
+    monkeypatch.setattr(peer_copies, "_HEADER_SECONDS", 0.2)
+    monkeypatch.setattr(peer_copies, "_SILENCE_SECONDS", 2.0)
+    addresses = [each.open_inbox() for each in pair]
+    stops = threading.Event()
+
+    def send_slowly() -> None:
+        with call(addresses[0], b"") as connection, suppress(OSError):
+            while not stops.wait(0.05):
+                connection.sendall(b"[")
+
+    with call(addresses[0], b""), ThreadPoolExecutor(1) as pool:
+        pool.submit(send_slowly)
+        assert exchange(pair, tmp_path, addresses) == [None, None]
+        stops.set()
+    for each in pair:
+        each.close_inbox()
+
+
 def receive(copies: PeerCopies, folder: Path) -> None:
     for arrival in copies._arrivals({1: folder}):
         peer_copies._receive_part(*arrival)
@@ -143,7 +168,7 @@ def test_a_sender_that_is_gone_is_named(
         receive(pair[0], tmp_path / "dead")
     pair[0].close_inbox()
     with pytest.raises(
-        SaveError, match=r"rank 1 cannot reach rank 0 at 127\.0\.0\.1:\d+ \(Connection refused"
+        SaveError, match=r"rank 1 cannot reach rank 0 at 127\.0\.0\.1, port \d+ \(Connection refused"
     ):
         peer_copies._send(part_in(tmp_path / "own"), 1, 0, address)
 

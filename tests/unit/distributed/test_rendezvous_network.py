@@ -81,6 +81,7 @@ def test_one_host_needs_nothing(host: pytest.MonkeyPatch, caplog: pytest.LogCapt
     [
         ("", "n0", "10.0.0.3"),
         ("eth0", "n0", "10.0.0.2"),
+        ("", "n1", "10.0.0.4"),
         ("eth0,ib0", "localhost", "10.0.0.2"),
         ("ib0", "n0", "10.0.0.3"),
         ("", "localhost", "127.0.0.1"),
@@ -92,6 +93,8 @@ def test_the_address_for_other_ranks(
 ) -> None:
     host.setattr(rendezvous, "_address_towards", lambda master: "10.0.0.3")
     host.setenv(GLOO_INTERFACE, interface)
+    if master == "n1":
+        host.setattr(rendezvous, "_address_of_gloo", lambda: "10.0.0.4")
     host.delenv("MASTER_ADDR", raising=False)
     if master is not None:
         host.setenv("MASTER_ADDR", master)
