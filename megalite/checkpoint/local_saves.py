@@ -17,6 +17,7 @@ from __future__ import annotations
 import re
 import secrets
 import shutil
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -41,7 +42,7 @@ from megalite.checkpoint.manifest import (
     seal,
 )
 from megalite.checkpoint.parameter_range import Tensors
-from megalite.checkpoint.peer_copies import PeerCopies, nodes_of_ranks
+from megalite.checkpoint.peer_copies import PeerCopies, nodes_of_ranks, read_domains
 from megalite.checkpoint.save import Contents, plan_save
 from megalite.checkpoint.save_agreement import SaveAgreement, SaveError
 from megalite.checkpoint.stored_run import StoredRun
@@ -49,7 +50,7 @@ from megalite.checkpoint.tensor_files import FilePiece, write_file
 from megalite.config import CheckpointConfig
 from megalite.distributed.rendezvous import restart_count
 from megalite.distributed.topology import Topology
-from megalite.utils.errors import UserError, counted
+from megalite.utils.errors import UserError, counted, few
 from megalite.utils.files import make_writable, partial_name, read_regular
 from megalite.utils.log import THIS_RANK, log
 
@@ -297,7 +298,7 @@ def _peer_copies(
     """Return the copies on other nodes. A restarted run that has lost nodes makes fewer; a collective.
 
     Raises:
-        UserError: a new run does not have enough nodes.
+        UserError: a new run does not have enough nodes, or the domain of a host is not known.
     """
     number, most = config.peer_copies, len(set(node_of)) - 1
     restarts = restart_count() > 0 or any(root.glob("rank_*/iter_*"))
@@ -311,7 +312,29 @@ def _peer_copies(
             "--peer-copies %d: only %d are made, as the run is restarted on fewer nodes", number, most
         )
         number = most
-    return PeerCopies(topology.rank, node_of, number) if number else None
+    if not number:
+        return None
+    copies = PeerCopies(topology.rank, node_of, number, _domains_of_ranks(config.peer_domains, topology))
+    if copies.unsafe:
+        log.warning(
+            "all copies of the parts of %s are in the same domain of --peer-domains, rank %d's first: it has "
+            "too many of the nodes",
+            *(counted(len(copies.unsafe), "rank"), copies.unsafe[0]),
+        )
+    return copies
+
+
+def _domains_of_ranks(file: str | None, topology: Topology) -> list[str]:
+    """Return the failure domain of each rank; empty without a file; a collective."""
+    if file is None:
+        return []
+    with topology.agreed():
+        domains = read_domains(Path(file)) if topology.rank == 0 else {}
+    domains = topology.world.object_of_first(domains, "failure domains")
+    hosts = topology.world.gather_objects(socket.gethostname(), "hosts")
+    if missing := sorted(set(hosts) - domains.keys()):
+        raise UserError(f"--peer-domains {file} has no line for {few(missing)}: write one for each host")
+    return [domains[host] for host in hosts]
 
 
 @dataclass(frozen=True)

@@ -36,25 +36,32 @@ _FILES = ".safetensors"
 class PeerCopies:
     """Copies of each rank's part on other nodes.
 
-    Nodes that are neighbours often share a switch or a rack, and ranks are usually numbered along them. So
-    the copies of a part are on nodes far away from each other: with one copy, half of the nodes away.
+    Nodes that are neighbours often share a rack or a switch, their failure domain, and ranks are usually
+    numbered along them. So the copies of a part are on nodes far away from each other: with one copy, half of
+    the nodes away. If the domains are known, nodes count in their order.
 
     Args:
         node_of: the node of each rank, as a number.
+        domain_of: failure domain of each rank; empty if they are not known.
 
     Attributes:
         to: ranks that keep a copy of this rank's part.
         sources: ranks whose parts this rank keeps a copy of.
+        unsafe: ranks whose part has all its copies in its own domain.
 
     Raises:
         UserError: there are not enough nodes.
     """
 
-    def __init__(self, rank: int, node_of: Sequence[int], num_copies: int) -> None:
+    def __init__(
+        self, rank: int, node_of: Sequence[int], num_copies: int, domain_of: Sequence[str] = ()
+    ) -> None:
         ranks_of: dict[int, list[int]] = {}
         for each, node in enumerate(node_of):
             ranks_of.setdefault(node, []).append(each)
         nodes = list(ranks_of.values())
+        if domain_of:
+            nodes.sort(key=lambda ranks: domain_of[ranks[0]])
         if num_copies >= len(nodes):
             raise UserError(
                 f"--peer-copies {num_copies} needs {num_copies + 1} nodes, and the ranks see "
@@ -71,6 +78,11 @@ class PeerCopies:
         self._inbox: socket.socket | None = None
         self._token = ""  # senders must know it
         self.to = keepers[rank]
+        self.unsafe = [
+            each
+            for each, others in keepers.items()
+            if domain_of and {domain_of[other] for other in others} == {domain_of[each]}
+        ]
         self.sources = [source for source in sorted(keepers) if rank in keepers[source]]
 
     def open_inbox(self) -> str:
@@ -129,6 +141,29 @@ class PeerCopies:
                 yield connection, header, missing.pop(header.rank)
             else:  # no rank of this run
                 connection.close()
+
+
+def read_domains(file: Path) -> dict[str, str]:
+    """Return the failure domain of each host in a file of --peer-domains.
+
+    Raises:
+        UserError: it cannot be read, or a line is wrong.
+    """
+    domains: dict[str, str] = {}
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--peer-domains {file} cannot be read ({error})") from None
+    for number, line in enumerate(lines, 1):
+        if not (words := line.partition("#")[0].split()):
+            continue
+        if len(words) != 2 or words[0] in domains:
+            raise UserError(
+                f"--peer-domains {file}, line {number}: {line.strip()!r}: write a host and its rack or "
+                "switch in each line, and each host once"
+            )
+        domains[words[0]] = words[1]
+    return domains
 
 
 def nodes_of_ranks(folder: Path, name: str, topology: Topology) -> list[int]:

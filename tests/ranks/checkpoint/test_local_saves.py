@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
+import socket
 from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
@@ -130,11 +131,11 @@ def test_the_newest_that_every_rank_has_whole_is_loaded(tmp_path: Path, kind: st
     assert killed.exists() == (kind in ("another run", "a copied run"))
 
 
-def on_node(config: Config, node: int, num_copies: int) -> Config:
+def on_node(config: Config, node: int, num_copies: int, **fields) -> Config:
     """The config of a rank on a node, whose folder only its ranks see."""
     folder = f"{config.checkpoint.non_persistent_local_ckpt_dir}/{node}"
     checkpoint = dataclasses.replace(
-        config.checkpoint, non_persistent_local_ckpt_dir=folder, peer_copies=num_copies
+        config.checkpoint, non_persistent_local_ckpt_dir=folder, peer_copies=num_copies, **fields
     )
     return dataclasses.replace(config, checkpoint=checkpoint)
 
@@ -211,6 +212,27 @@ def test_copies_on_the_same_node_are_refused(tmp_path: Path) -> None:
     first, second = run_ranks(start_on_one_node, parallel(dp=2).mesh, 2, local_config(tmp_path))
     assert first == second
     assert "--peer-copies 1 needs 2 nodes, and the ranks see 1 folder for non-persistent saves" in first
+
+
+def keepers_in_domains(topology, config: Config, file: Path) -> list[int] | str:
+    """The ranks that keep copies; every rank is a node, and ranks 0 and 2 are in the same rack."""
+    config = on_node(config, topology.rank, 1, peer_domains=str(file))
+    with mock.patch.object(socket, "gethostname", return_value=f"n{topology.rank}"):
+        try:
+            return LocalSaves.of(config.checkpoint, topology).copies.to
+        except UserError as error:
+            return str(error)
+
+
+def test_copies_are_in_other_domains(tmp_path: Path) -> None:
+    (tmp_path / "save").mkdir()
+    file, config = tmp_path / "domains", local_config(tmp_path)
+    file.write_text("n0 even\nn1 odd\nn2 even\nn3 odd\n")
+    to = run_ranks(keepers_in_domains, parallel(dp=4).mesh, 4, config, file)
+    assert [each % 2 for (each,) in to] == [1, 0, 1, 0]
+    file.write_text("n0 even\nn1 odd\nn3 odd\n")
+    said = run_ranks(keepers_in_domains, parallel(dp=4).mesh, 4, config, file)
+    assert said == [f"--peer-domains {file} has no line for n2: write one for each host"] * 4
 
 
 def restart_on_one_node(

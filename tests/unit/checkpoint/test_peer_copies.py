@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megalite.checkpoint import peer_copies
-from megalite.checkpoint.peer_copies import PeerCopies
+from megalite.checkpoint.peer_copies import PeerCopies, read_domains
 from megalite.checkpoint.save_agreement import SaveError
 from megalite.utils.errors import UserError
 
@@ -38,6 +38,46 @@ def test_each_copy_is_on_another_node(sizes: tuple[int, ...]) -> None:
 def test_copies_are_far_away() -> None:
     assert [copies.to for copies in copies_of([0, 0, 1, 1, 2, 2, 3, 3], 1)][:3] == [[4], [5], [6]]
     assert copies_of([0, 1, 2, 3, 4, 5], 2)[1].to == [3, 5]
+
+
+@pytest.mark.parametrize("domains", ["ababab", "aaabbb", "abcabc", "aabbcc"])
+def test_copies_are_in_other_domains(domains: str) -> None:
+    node_of = [rank // 2 for rank in range(12)]
+    domain_of = [domains[node] for node in node_of]
+    for rank in range(12):
+        copies = PeerCopies(rank, node_of, 1, domain_of)
+        assert [domain_of[to] for to in copies.to] != [domain_of[rank]]
+        assert copies.unsafe == []
+
+
+def test_a_domain_with_most_of_the_nodes_is_unsafe() -> None:
+    copies = PeerCopies(0, [0, 1, 2, 3], 1, ["a", "a", "b", "a"])
+    assert len(copies.unsafe) == 2  # of three nodes of a, one has its copy in b
+    assert PeerCopies(0, [0, 1, 2, 3], 2, ["a", "a", "b", "a"]).unsafe == [0]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("n1 r1\nn2\n", "line 2: 'n2': write a host and its rack or switch in each"),
+        ("n1 r1 r2", "line 1: 'n1 r1 r2'"),
+        ("n1 r1\n\nn1 r2  # again", "line 3: 'n1 r2  # again'"),
+        (None, "cannot be read"),
+    ],
+)
+def test_mistakes_in_a_file_of_domains(tmp_path: Path, text: str | None, message: str) -> None:
+    file = tmp_path / "domains"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(UserError) as error:
+        read_domains(file)
+    assert message in str(error.value)
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_a_file_of_domains(tmp_path: Path) -> None:
+    (tmp_path / "domains").write_text("# racks\nn1 r1\n\n  n2\tr2  # the second\n")
+    assert read_domains(tmp_path / "domains") == {"n1": "r1", "n2": "r2"}
 
 
 def test_copies_need_as_many_other_nodes() -> None:
