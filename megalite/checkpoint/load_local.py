@@ -8,13 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from megalite.checkpoint.compatibility import loads_optimizer
-from megalite.checkpoint.folder import iterations_in, name_of
+from megalite.checkpoint.folder import name_of
 from megalite.checkpoint.load import LoadPlan, plan_load
 from megalite.checkpoint.local_saves import LocalSaves
 from megalite.checkpoint.manifest import DamagedCheckpoint, Manifest, TensorRecord, dtype_name
 from megalite.checkpoint.parameter_range import ParameterRange, Tensors
 from megalite.checkpoint.relayout import HeldPieces, exchange
-from megalite.checkpoint.stored_run import StoredRun
+from megalite.checkpoint.stored_run import StoredRun, iterations_at
 from megalite.checkpoint.tensor_files import FilePiece, open_tensors
 from megalite.config import Config
 from megalite.data.corpus_record import DataRecord
@@ -53,8 +53,7 @@ def load_local(
     (iteration, parts), newest = found, -1
     if topology.rank == 0:
         with suppress(OSError):  # the next read of the folder reports it
-            saved = folder.iterations() if isinstance(folder, StoredRun) else iterations_in(folder)
-            newest = max(saved, default=-1)  # complete or not
+            newest = max(iterations_at(folder), default=-1)  # complete or not
     if topology.world.object_of_first(newest, "the newest checkpoint") >= iteration:
         log.info(
             "the non-persistent checkpoint of iteration %d is skipped: --save has a newer one", iteration
@@ -77,8 +76,7 @@ def load_local(
         log.warning("the non-persistent checkpoint of iteration %d is skipped: %s", iteration, error)
         return None
     log.info(
-        "the non-persistent checkpoint of iteration %d is loaded: it is newer than those in --save",
-        iteration,
+        "the non-persistent checkpoint of iteration %d is loaded: it is newer than those in --save", iteration
     )
     return plan
 

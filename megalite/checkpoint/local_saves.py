@@ -4,9 +4,9 @@
 
 A part has the tensors that the rank would write to a checkpoint. Such a save needs no shared file system:
 each node has the parts of its own ranks and, with --peer-copies, copies of other nodes' parts, which are the
-same folders with the same names. A restarted run looks for the parts on all nodes, and the ranks
-send each other what they need (see `relayout`). So ranks may have moved, and their number and layout may have
-changed. If parts are lost with a node and have no copy, the run loads its last persistent checkpoint.
+same folders with the same names. A restarted run looks for the parts on all nodes, and the ranks send each
+other what they need (see `relayout`). So ranks may have moved, and their number and layout may have changed.
+If parts are lost with a node and have no copy, the run loads its last persistent checkpoint.
 
 A rank keeps its older save until the new one is complete on every rank, so it has at most two. A complete
 persistent save replaces the local saves up to its iteration, which are deleted.
@@ -45,7 +45,7 @@ from megalite.checkpoint.parameter_range import Tensors
 from megalite.checkpoint.peer_copies import PeerCopies, nodes_of_ranks, read_domains
 from megalite.checkpoint.save import Contents, plan_save
 from megalite.checkpoint.save_agreement import SaveAgreement, SaveError
-from megalite.checkpoint.stored_run import StoredRun
+from megalite.checkpoint.stored_run import StoredRun, iterations_at
 from megalite.checkpoint.tensor_files import FilePiece, write_file
 from megalite.config import CheckpointConfig
 from megalite.distributed.rendezvous import restart_count
@@ -301,17 +301,17 @@ def _peer_copies(
         UserError: a new run does not have enough nodes, or the domain of a host is not known.
     """
     number, most = config.peer_copies, len(set(node_of)) - 1
-    restarts = restart_count() > 0 or any(root.glob("rank_*/iter_*"))
-    if topology.rank == 0 and config.save is not None:
-        with suppress(OSError):  # the run reports it when it saves
-            run = StoredRun.at(config.save, config.save_stage)
-            restarts |= bool(run.iterations() if run else iterations_in(Path(config.save)))
-    restarts = any(topology.world.gather_objects(restarts, "restarts"))
-    if number > most and restarts:
-        log.warning(
-            "--peer-copies %d: only %d are made, as the run is restarted on fewer nodes", number, most
-        )
-        number = most
+    if number > most:
+        restarts = restart_count() > 0 or any(root.glob("rank_*/iter_*"))
+        if topology.rank == 0 and config.save is not None:
+            with suppress(OSError):  # the run reports it when it saves
+                run = StoredRun.at(config.save, config.save_stage)
+                restarts |= bool(iterations_at(run or Path(config.save)))
+        if any(topology.world.gather_objects(restarts, "restarts")):
+            log.warning(
+                "--peer-copies %d: only %d are made, as the run is restarted on fewer nodes", number, most
+            )
+            number = most
     if not number:
         return None
     copies = PeerCopies(topology.rank, node_of, number, _domains_of_ranks(config.peer_domains, topology))

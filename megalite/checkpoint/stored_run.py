@@ -34,6 +34,7 @@ from megalite.checkpoint.folder import (
     Listing,
     Retention,
     checkpoints_named,
+    iterations_in,
     listing_of,
     name_of,
     outdated,
@@ -320,6 +321,15 @@ class Download:
 def _replacing(text: str, digest: str) -> str:
     """Return the name of a text file while it replaces that of an earlier save of the same iteration."""
     return f"{text}.{digest[:16]}"
+
+
+def iterations_at(folder: Path | StoredRun) -> dict[int, str]:
+    """Return the names of a run's checkpoints, complete or not, by iteration and oldest first.
+
+    Raises:
+        OSError: the folder or the store cannot be read.
+    """
+    return folder.iterations() if isinstance(folder, StoredRun) else iterations_in(folder)
 
 
 def run_at(text: str) -> Path | StoredRun:

@@ -79,8 +79,8 @@ class CheckpointConfig:
     """Folder for non-persistent saves, on each node's disk or in its memory, for example
     /dev/shm/megalite."""
     peer_copies: int = option(0, allowed=NOT_NEGATIVE, only_with="non_persistent_save_interval")
-    """Copies of each rank's part of a non-persistent save, each on another node. A job can
-    restart from it after the loss of this many nodes."""
+    """Copies of each rank's part of a non-persistent save, each on another node. A job can restart from it
+    after the loss of this many nodes."""
     peer_domains: str | None = option(None, allowed=LOCAL_PATH, only_with="peer_copies")
     """File with a line for each host: its name, and the name of its rack or switch. A copy of a part is then
     in another one. By default it is on a node with a distant number."""

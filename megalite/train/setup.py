@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 
 from megalite import kernels
-from megalite.checkpoint.folder import LATEST, iterations_in
+from megalite.checkpoint.folder import LATEST
 from megalite.checkpoint.load import LoadPlan
 from megalite.checkpoint.progress import CallbackStates
-from megalite.checkpoint.stored_run import StoredRun
+from megalite.checkpoint.stored_run import StoredRun, iterations_at
 from megalite.config import CheckpointConfig, Config, OptimizerConfig, ParallelConfig, check_config, to_yaml
 from megalite.config.fields import config_fields
 from megalite.config.model.model_config import padded_vocab_size
@@ -289,8 +289,13 @@ def check_checkpoint_folders(config: CheckpointConfig, launch: Launch, topology:
                     raise UserError(
                         f"{run.stage.parent} cannot be used ({error.strerror}): pass another --save-stage"
                     ) from None
-        if config.load and not may_be_empty and topology.rank == 0 and not _iterations(config.load):
-            raise _no_checkpoint(config.load)
+        if config.load and not may_be_empty and topology.rank == 0:
+            try:
+                found = iterations_at(StoredRun.at(config.load) or Path(config.load))
+            except OSError as error:
+                raise UserError(f"{config.load} cannot be read: {error.strerror}") from None
+            if not found:
+                raise _no_checkpoint(config.load)
 
 
 def _has_latest(folder: str) -> bool:
@@ -299,19 +304,6 @@ def _has_latest(folder: str) -> bool:
         return run.has_object(LATEST) if run else (Path(folder) / LATEST).exists()
     except OSError:
         return False  # the first save reports it
-
-
-def _iterations(folder: str) -> Collection[int]:
-    """Return the iterations of the checkpoints in a folder or in object storage.
-
-    Raises:
-        UserError: it cannot be read.
-    """
-    try:
-        run = StoredRun.at(folder)
-        return run.iterations() if run else iterations_in(Path(folder))
-    except OSError as error:
-        raise UserError(f"{folder} cannot be read: {error.strerror}") from None
 
 
 def _no_checkpoint(folder: str) -> UserError:

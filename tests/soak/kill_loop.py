@@ -203,6 +203,16 @@ def compare(disturbed: Path, undisturbed: Path) -> int:
     return lost + (tensors_of(disturbed) != tensors_of(undisturbed))
 
 
+def number_lost(run: Callable[[], None], compared: Callable[[], int], say: Callable[[str], None]) -> int:
+    """What the comparison after a run counts; 1 if the run ended early."""
+    try:
+        run()
+    except Lost as what:
+        say(f"lost: {what}")
+        return 1
+    return compared()
+
+
 def soak(plan: Plan, folder: Path, say: Callable[[str], None] = print) -> tuple[str, bool]:
     """The tally, and whether nothing was lost."""
     began = time.monotonic()
@@ -213,12 +223,7 @@ def soak(plan: Plan, folder: Path, say: Callable[[str], None] = print) -> tuple[
     if finish(plan, undisturbed)[0] != 0:
         raise SystemExit(f"error: the undisturbed run failed: see {undisturbed}")
     run = Soak(plan, disturbed, say)
-    try:
-        run.run()
-        lost = compare(disturbed, undisturbed)
-    except Lost as what:
-        say(f"lost: {what}")
-        lost = 1
+    lost = number_lost(run.run, lambda: compare(disturbed, undisturbed), say)
     minutes = (time.monotonic() - began) / 60
     say(f"{run.saves_hit} of the kills during a save; {plan.train_iters} iterations; {minutes:.1f} minutes")
     tally = f"{plan.kills} kills, {run.resumed} resumed, {lost} lost"

@@ -31,7 +31,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPAT
 
 from tests.soak.folder import is_whole, iterations_of, losses_of  # noqa: E402
 from tests.soak.group import Group  # noqa: E402
-from tests.soak.kill_loop import RUN, Lost  # noqa: E402
+from tests.soak.kill_loop import RUN, Lost, number_lost  # noqa: E402
 
 INTERVAL = 2
 """Iterations between saves."""
@@ -164,12 +164,7 @@ def soak(num_kills: int, seed: int, folder: Path, say: Callable[[str], None] = p
     if Group.start(1, flags_of(undisturbed, num_kills), undisturbed).wait() != 0:
         raise SystemExit(f"error: the undisturbed run failed: see {undisturbed}")
     run = Soak(num_kills, seed, disturbed, say)
-    try:
-        run.run()
-        num_lost = differences(disturbed, undisturbed)
-    except Lost as what:
-        say(f"lost: {what}")
-        num_lost = 1
+    num_lost = number_lost(run.run, lambda: differences(disturbed, undisturbed), say)
     say(f"at most {run.most_repeated} iterations repeated; {(time.monotonic() - began) / 60:.1f} minutes")
     tally = f"{num_kills} kills, {run.resumed} resumed, {num_lost} lost"
     return tally, num_lost == 0 and run.resumed == num_kills
