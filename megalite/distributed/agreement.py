@@ -17,10 +17,10 @@ import threading
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 RankRecord = Mapping[str, str]
+T = TypeVar("T")
 
 REFUSED = "refused"
 """The only name in the record of a rank that refuses its own command line."""
@@ -232,6 +233,33 @@ def wait_for_key(store: Store, key: str) -> bool:
         time.sleep(pause)
         pause = min(2 * pause, _MAX_POLL_SECONDS)
     return True
+
+
+class NoAnswer(RuntimeError):
+    """Raised if a call did not return in time, or failed."""
+
+
+def call_within(seconds: float, function: Callable[[], T]) -> T:
+    """Call a function that may never return in its own thread, and return its result.
+
+    Raises:
+        NoAnswer: it did not return in time, or raised an error.
+    """
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            results.append(function())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=call, name="call-within", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if results:
+        return results[0]
+    raise NoAnswer(str(errors[0]) if errors else f"no answer in {seconds:g} s") from None
 
 
 def wait_for_listener(host: str, port: int, seconds: float) -> None:

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 from torch.distributed import Store
 
+from megalite.distributed.agreement import NoAnswer, T, call_within
 from megalite.distributed.axis import observing
 from megalite.distributed.topology import Topology
 from megalite.pipeline.schedules import Action
@@ -40,39 +40,10 @@ from megalite.train.loop import Callback, TrainingLoop
 from megalite.train.trainer import LayoutChange
 from megalite.utils.torch_private import num_collectives
 
-T = TypeVar("T")
-
 _PREFIX = "megalite/watchdog"
 _END = f"{_PREFIX}/end"
 _NUM_REPORTS = f"{_PREFIX}/reports"
 _NUM_READY = f"{_PREFIX}/ready"
-
-
-class NoAnswer(RuntimeError):
-    """Raised if a call did not return in time, or failed."""
-
-
-def call_within(seconds: float, function: Callable[[], T]) -> T:
-    """Call a function that may never return in its own thread, and return its result.
-
-    Raises:
-        NoAnswer: it did not return in time, or raised an error.
-    """
-    results: list[T] = []
-    errors: list[BaseException] = []
-
-    def call() -> None:
-        try:
-            results.append(function())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=call, name="watchdog-call", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if results:
-        return results[0]
-    raise NoAnswer(str(errors[0]) if errors else f"no answer in {seconds:g} s") from None
 
 
 class StatusStore:
