@@ -31,6 +31,7 @@ from megalite.checkpoint.folder import remove_leftovers
 from megalite.checkpoint.lease_files import MISSING, NAME, LeaseFiles, files_at
 from megalite.checkpoint.save_agreement import SaveError
 from megalite.distributed.agreement import wait_for_all
+from megalite.distributed.regroup import GENERATION
 from megalite.distributed.topology import Topology
 from megalite.utils.errors import UserError, one_line
 from megalite.utils.files import parse_json
@@ -64,6 +65,8 @@ class LeaseHolder:
         pid_start: start time of the process, in ticks since boot, to detect a reused pid.
         job: Slurm's job id; empty outside Slurm.
         job_starts: how often Slurm has started the job before.
+        processes, generation: name of the run's processes, and number of their group; see `regroup`. Empty
+            and 0 if a loss ends the run.
         since: date and time by the holder's clock, for people to read.
         token: random text, so that no two leases have the same content.
     """
@@ -74,6 +77,8 @@ class LeaseHolder:
     pid_start: int
     job: str
     job_starts: int
+    processes: str
+    generation: int
     since: str
     token: str
 
@@ -81,6 +86,7 @@ class LeaseHolder:
     def here() -> LeaseHolder:
         """Return this process as a holder."""
         starts = os.environ.get("SLURM_RESTART_COUNT", "")
+        processes, _, generation = os.environ.get(GENERATION, " 0").partition(" ")
         return LeaseHolder(
             host=socket.gethostname(),
             machine=_machine(),
@@ -88,6 +94,8 @@ class LeaseHolder:
             pid_start=_start_of(os.getpid()) or 0,
             job=os.environ.get("SLURM_JOB_ID", ""),
             job_starts=int(starts) if starts.isdecimal() else 0,
+            processes=processes,
+            generation=int(generation),
             since=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
             token=secrets.token_hex(8),
         )
@@ -296,6 +304,8 @@ def _wait_until_free(save: str | Path, files: LeaseFiles) -> tuple[int, str]:
             return number, f"its holder has ended ({who})"
         if holder is not None and me.job and holder.job == me.job and holder.job_starts < me.job_starts:
             return number, f"its holder is an earlier start of this Slurm job ({who})"
+        if holder is not None and me.processes == holder.processes and holder.generation < me.generation:
+            return number, f"its holder's group has lost a rank ({who})"
         if first is None:
             first, deadline = (content, beat), time.monotonic() + ABANDONED_SECONDS
             log.info("--save %s is in use (%s): waiting to see whether that run is alive", save, who)

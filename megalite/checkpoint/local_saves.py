@@ -48,6 +48,7 @@ from megalite.checkpoint.save_agreement import SaveAgreement, SaveError
 from megalite.checkpoint.stored_run import StoredRun, iterations_at
 from megalite.checkpoint.tensor_files import FilePiece, write_file
 from megalite.config import CheckpointConfig
+from megalite.distributed.regroup import HeldPart
 from megalite.distributed.rendezvous import restart_count
 from megalite.distributed.topology import Topology
 from megalite.utils.errors import UserError, counted, few
@@ -177,7 +178,7 @@ class LocalSaves:
     def begin(self, iteration: int) -> None:
         """Delete what a run that begins at an iteration does not need: other saves, and unfinished ones."""
         if self._leads:
-            for folder in self._folders():
+            for folder in _folders_in(self.root):
                 with suppress(OSError):
                     remove_leftovers(folder)
         self.keep_only(iteration)
@@ -190,7 +191,7 @@ class LocalSaves:
         """Delete the node's saves of other iterations, and the empty folders of a larger number of ranks."""
         self._remove(lambda number: number != iteration)
         if self._leads:
-            for folder in self._folders():
+            for folder in _folders_in(self.root):
                 if _rank_of(folder) >= self.topology.world_size:
                     with suppress(OSError):
                         folder.rmdir()
@@ -204,32 +205,19 @@ class LocalSaves:
         """Return whether this rank is the node's first, which lists and deletes saves for all of them."""
         return self.node_of[self.topology.rank] == self.topology.rank
 
-    def _folders(self) -> list[Path]:
-        """Return the folders of ranks on this node."""
-        return sorted(folder for folder in self.root.glob("rank_*") if _FOLDER.fullmatch(folder.name))
-
-    def _found(self) -> Iterator[tuple[int, Path]]:
-        """Yield the iteration and the folder of each part on this node."""
-        for folder in self._folders():
-            with suppress(OSError):
-                for iteration, name in iterations_in(folder).items():
-                    yield iteration, folder / name
-
     def _remove(self, is_old: Callable[[int], bool]) -> None:
         if self._leads:
-            for iteration, part in self._found():
+            for iteration, part in _parts_in(self.root):
                 if is_old(iteration):
                     shutil.rmtree(part, ignore_errors=True)
 
     def _parts(self) -> Iterator[_Part]:
         """Yield the parts on this node; log those that are damaged."""
-        for iteration, folder in self._found():
+        for iteration, folder in _parts_in(self.root):
             try:
                 manifest = read_manifest(folder)
-                record = manifest.description[_PART]
                 size = sum((folder / file).stat().st_size for file in manifest.files)
-                found = (str(record["save"]), int(record["num_parts"]), _rank_of(folder.parent))
-                yield _Part(iteration, *found, self.topology.rank, size)
+                yield _Part(iteration, *_part_of(manifest), self.topology.rank, size)
             except DamagedCheckpoint as error:
                 log.warning("%s", error, extra=THIS_RANK)
             except (OSError, LookupError, TypeError, ValueError):
@@ -290,6 +278,38 @@ class LocalSaves:
         if problems := damage_of(manifest, manifest.files):
             raise DamagedCheckpoint(manifest.folder, problems)
         return manifest
+
+
+def held_parts(config: CheckpointConfig) -> list[HeldPart]:
+    """Return the parts of the run's local saves that are on this node, without verifying their bytes."""
+    found: list[HeldPart] = []
+    with suppress(OSError):  # the start reports it
+        run_id = _known_run_id(config.save) if config.save else None
+        if run_id is None or config.non_persistent_local_ckpt_dir is None:
+            return found
+        for iteration, folder in _parts_in(Path(config.non_persistent_local_ckpt_dir) / run_id):
+            with suppress(DamagedCheckpoint, OSError, LookupError, TypeError, ValueError):
+                found.append(HeldPart(iteration, *_part_of(read_manifest(folder))))
+    return found
+
+
+def _folders_in(root: Path) -> list[Path]:
+    """Return the folders of ranks on this node."""
+    return sorted(folder for folder in root.glob("rank_*") if _FOLDER.fullmatch(folder.name))
+
+
+def _parts_in(root: Path) -> Iterator[tuple[int, Path]]:
+    """Yield the iteration and the folder of each part on this node."""
+    for folder in _folders_in(root):
+        with suppress(OSError):
+            for iteration, name in iterations_in(folder).items():
+                yield iteration, folder / name
+
+
+def _part_of(manifest: Manifest) -> tuple[str, int, int]:
+    """Return the name of a part's save, the number of its parts, and the rank that wrote this one."""
+    record = manifest.description[_PART]
+    return str(record["save"]), int(record["num_parts"]), _rank_of(manifest.folder.parent)
 
 
 def _peer_copies(
@@ -451,15 +471,11 @@ def _run_id(save: str) -> str:
     run = StoredRun.at(save)
     if run is None:
         make_writable(Path(save), "--save")
-    own = str(run) if run else str(Path(save).stat().st_ino)
     run_id = secrets.token_hex(8)
-    text = f"{run_id} {own}\n"
     try:
-        with suppress(FileNotFoundError, UnicodeDecodeError, *(() if run else (OSError,))):
-            content = run.objects.read(_RUN_ID) if run else read_regular(Path(save) / _RUN_ID, 1 << 10)
-            found = _ID.fullmatch(content.decode().strip())
-            if found and found[2] == own:
-                return found[1]
+        if known := _known_run_id(save):
+            return known
+        text = f"{run_id} {run or Path(save).stat().st_ino}\n"
         if run:
             run.objects.write(_RUN_ID, text.encode())
         else:
@@ -467,3 +483,18 @@ def _run_id(save: str) -> str:
     except OSError as error:
         raise UserError(f"--save {save} cannot be written ({error.strerror}): pass another folder") from None
     return run_id
+
+
+def _known_run_id(save: str) -> str | None:
+    """Return the id of the run that saves to a folder or URL; None before its first start.
+
+    Raises:
+        OSError: object storage cannot be read.
+    """
+    run = StoredRun.at(save)
+    with suppress(FileNotFoundError, UnicodeDecodeError, *(() if run else (OSError,))):
+        content = run.objects.read(_RUN_ID) if run else read_regular(Path(save) / _RUN_ID, 1 << 10)
+        found = _ID.fullmatch(content.decode().strip())
+        if found and found[2] == str(run or Path(save).stat().st_ino):
+            return found[1]
+    return None

@@ -127,7 +127,9 @@ def _check(config: Config, is_first_try: bool) -> None:
         return  # the layout and the number of ranks are others
     if config.parallel.layout == "auto" or not world_size.isdecimal():
         return
-    problems = problems_of(config, int(world_size))
+    num_local = os.environ.get("LOCAL_WORLD_SIZE", world_size)
+    num_spares = config.checkpoint.spare_nodes * (int(num_local) if num_local.isdecimal() else 0)
+    problems = problems_of(config, max(1, int(world_size) - num_spares))
     if problems and is_first_try:
         problems.append(
             f"no flag is passed: try --preset {config.model.architecture}-tiny --mock-data --vocab-size 256 "

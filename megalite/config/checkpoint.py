@@ -110,6 +110,12 @@ class CheckpointConfig:
     """Allow the training data to differ from the checkpoint's. Samples are read in the new data's order."""
     allow_settings_change: bool = option(False, only_with=_LOADS_OPTIMIZER)
     """Allow settings of Adam, clipping, dropout and precision that differ from the checkpoint's."""
+    inprocess_restart: bool = option(False, only_with="save")
+    """Go on without processes that are lost: the others, and spares, form a new group without ending, and
+    resume from the latest save. The launcher must let them live."""
+    spare_nodes: int = option(0, allowed=NOT_NEGATIVE, only_with="inprocess_restart")
+    """Nodes of the launch, of --nproc-per-node processes each, that wait to replace lost ones. The layout is
+    that of the other nodes."""
     layout_at: tuple[str, ...] | None = option(None, allowed=_LAYOUT_AT)
     """Change the layout during the run, in memory: ITERATION:LAYOUT ... with the names of megalite verify, as
     in 1000:tp2dp4 5000:dp8+zero3."""
@@ -122,6 +128,15 @@ class CheckpointConfig:
             ("dry_run", "verify_layouts"): ", which trains in one layout at a time: remove one",
             Setting("tp_comm_overlap_method", ("symmetric_memory",)): (
                 ", whose memory on the GPU torch does not free: pass --tp-comm-overlap-method chunks"
+            ),
+            Setting("global_batch_size", (None,)): (
+                ", whose default depends on the layout: pass the samples of an optimizer step"
+            ),
+        },
+        "inprocess_restart": {
+            "layout_at": ", which names layouts of all ranks: remove one",
+            Setting("data_parallel_shard_degree", (0,)): (
+                ", whose groups depend on the ranks of each node: pass --data-parallel-shard-degree"
             ),
             Setting("global_batch_size", (None,)): (
                 ", whose default depends on the layout: pass the samples of an optimizer step"

@@ -208,7 +208,7 @@ def _store_of_start(launch: Launch, timeout: timedelta) -> Store:
     is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     master = os.environ["MASTER_ADDR"]
     if launch.rank == 0 and not is_torchruns and is_this_machine(master):
-        listener = loopback_listener(master, int(os.environ["MASTER_PORT"]))
+        listener = listener_at(master, int(os.environ["MASTER_PORT"]))
         address, port = listener.getsockname()[:2]
         store: Store = TCPStore(
             address,
@@ -286,8 +286,8 @@ def is_this_machine(host: str) -> bool:
     return host in _THIS_MACHINE or host.startswith("127.")
 
 
-def loopback_listener(host: str, port: int) -> socket.socket:
-    """Return a socket for rank 0's store that listens only on a loopback address.
+def listener_at(host: str, port: int) -> socket.socket:
+    """Return a socket for a store that listens at one address of this machine; 0 chooses a free port.
 
     torch's own socket would listen on all addresses of the machine, for any MASTER_ADDR.
 

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from functools import partial
 
 from torch.distributed import Store
 
@@ -30,6 +31,7 @@ from megalite.observe.verify.verification import verify_layouts
 from megalite.plan.dry_run.dry_run import dry_run
 from megalite.plan.rank_plan import LayoutTrial, RankPlan, train_in_chosen_layout
 from megalite.train.callbacks import default_callbacks
+from megalite.train.inprocess_restart import Start, train_through_losses
 from megalite.train.layout_changes import LayoutChanges, check_own_models, layouts_at
 from megalite.train.loop import HOOKS, Callback, overrides, train
 from megalite.train.own_model import warn_if_unverified
@@ -85,6 +87,28 @@ def train_parsed_run(
             is_same = verify_layouts(config, layouts, providers=providers)
             raise SystemExit(0 if is_same else 1)
         launch = Launch.from_environment()
+    if not config.checkpoint.inprocess_restart:
+        return _train_launched(parsed, providers, callbacks)
+    if launch.world_size == 1:
+        notices = [*parsed.notices, "--inprocess-restart has no effect: the launcher has started one rank"]
+        return _train_launched(parsed._replace(notices=notices), providers, callbacks)
+    train = partial(_train_launched, parsed, providers, callbacks)
+    train_through_losses(config, launch, settings_of(config), train)
+
+
+def _train_launched(
+    parsed: ParsedRun, providers: Providers, callbacks: Sequence[Callback], start: Start | None = None
+) -> None:
+    """Train as the rank that the environment names.
+
+    Args:
+        start: this start, if the process may start again.
+
+    Raises:
+        SystemExit: with the exit status.
+    """
+    with refusal_reported():
+        launch = Launch.from_environment()
         config = _with_layout_source(parsed, providers, launch)
         if config.parallel.layout == "manual":
             notices = [*parsed.notices, *_unused(config, launch.world_size)]
@@ -95,14 +119,14 @@ def train_parsed_run(
     with listen(config, launch) as signals:
         # Exit inside the block, so that later signals do not change the exit status.
         if config.parallel.layout == "manual":
-            raise SystemExit(train_rank(config, launch, signals, callbacks, providers))
+            raise SystemExit(train_rank(config, launch, signals, callbacks, providers, start=start))
 
         def train_in(trial: LayoutTrial) -> int:
             unused = _unused(trial.config, launch.world_size)
             prepare_process(trial.config, [*parsed.notices, *unused], trial.launch)
             for line in trial.lines:
                 log.info("%s", line)
-            return train_rank(trial.config, trial.launch, signals, callbacks, providers, trial.store)
+            return train_rank(trial.config, trial.launch, signals, callbacks, providers, trial.store, start)
 
         configure_logging(launch.rank)
         settings = settings_of(config)
@@ -212,11 +236,13 @@ def train_rank(
     callbacks: Sequence[Callback],
     providers: Providers,
     store: Store | None = None,
+    start: Start | None = None,
 ) -> int:
     """Join the other ranks, train, and return the exit status.
 
     Args:
         store: the store of this start, if it is open already.
+        start: see `_train_launched`.
     """
     with refusal_reported() if store is None else nullcontext():
         layouts = layouts_at(config, launch.world_size)
@@ -246,6 +272,9 @@ def train_rank(
                 stop_conditions = StopConditions(
                     config.training, topology, signals, lease, config.checkpoint.layout_file
                 )
+                if start is not None:
+                    start.writers = writers
+                    callbacks = [*callbacks, start]
                 changes = LayoutChanges(trainer, run, layouts, plan, explained)
                 return train(
                     trainer,

@@ -368,12 +368,16 @@ class LayoutChange(NamedTuple):
     Attributes:
         before, after: the layouts, for people to read.
         num_bytes: bytes that all ranks have sent to each other.
+        num_lost: ranks that were lost, if the layout changed for that reason.
+        num_repeated: iterations that are trained again.
     """
 
     before: str
     after: str
     seconds: float
     num_bytes: int
+    num_lost: int = 0
+    num_repeated: int = 0
 
 
 Relayout = Callable[[Trainer], LayoutChange]

@@ -20,7 +20,7 @@ from megalite.observe.report.run_folder import Run
 from megalite.observe.report.run_history import POSITIONS, History, HistoryRow, RunSegment
 from megalite.observe.unit_record import ATTENTION, GEMMS, MEMORY_BOUND
 from megalite.train.telemetry.time_terms import BUBBLE, IMBALANCE, LAUNCHES, TimeComparison, compare
-from megalite.utils.errors import UserError
+from megalite.utils.errors import UserError, counted
 from megalite.utils.files import parse_json
 
 SPENT_ON = ("training", "repeated", "evaluation", "start-up", "saving and other", "down")
@@ -99,7 +99,7 @@ def tables(run: Run) -> Iterator[Table]:
     )
     yield from _filled(
         "Layout changes",
-        ("after iteration", "from", "to", "seconds", "GB sent"),
+        ("after iteration", "from", "to", "seconds", "GB sent", "why"),
         _layout_changes(run.history),
     )
     yield from _filled(
@@ -164,7 +164,9 @@ def _starts(history: History) -> Iterator[tuple[str, ...]]:
 def _layout_changes(history: History) -> Iterator[tuple[str, ...]]:
     for row in (row for segment in history.segments for row in segment.layout_changes):
         seconds, sent = row.values.get("seconds", 0.0), row.values.get("num_bytes", 0.0) / 1e9
-        yield str(row.iteration), *row.layouts, f"{seconds:.1f}", f"{sent:.3g}"
+        lost = int(row.values.get("num_lost", 0))
+        why = f"{counted(lost, 'rank')} lost" if lost else ""
+        yield str(row.iteration), *row.layouts, f"{seconds:.1f}", f"{sent:.3g}", why
 
 
 def _pause(seconds: float) -> str:

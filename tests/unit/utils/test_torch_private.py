@@ -366,6 +366,15 @@ def test_groups_of_the_fake_backend_run_on_added_devices() -> None:
         assert "meta" in devices and devices is torch_private.fake_backend_devices()
 
 
+def test_all_process_groups_of_a_process_with_a_gpu_are_aborted(monkeypatch) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    torch_private.abort_process_groups()
+    assert dist.is_initialized() != torch.cuda.is_available()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    torch_private.abort_process_groups()
+    assert not dist.is_initialized()
+
+
 def test_groups_without_a_process_group() -> None:
     """Run a collective on a meta tensor in a group that torch.distributed does not know."""
     groups = [torch_private.fake_group(name, size) for name, size in (("tp", 4), ("pp", 2))]

@@ -109,13 +109,16 @@ def test_changes_of_the_layout_are_those_of_iterations_that_count(tmp_path: Path
     ):
         lines.append(iteration(number, start, start + number))
         if layouts is not None:
-            change = LayoutChange(*layouts, seconds=1.25, num_bytes=2_500_000_000)._asdict()
+            change = LayoutChange(*layouts, 1.25, 2_500_000_000, num_lost=2 * (number == 3))._asdict()
             record = {"layout_change": {"iteration": number, **change}}
             lines.append(record | {"start_time": start, "wall_time": start + number})
     run = open_run(write_metrics(tmp_path / "run.jsonl", lines))
     assert run.history.num_broken == 0 and not run.history.evaluations
     (changes,) = (table for table in tables(run) if table.title == "Layout changes")
-    assert changes.rows == (("1", "tp 2", "tp4", "1.2", "2.5"), ("3", "tp 2", "pp4", "1.2", "2.5"))
+    assert changes.rows == (
+        ("1", "tp 2", "tp4", "1.2", "2.5", ""),
+        ("3", "tp 2", "pp4", "1.2", "2.5", "2 ranks lost"),
+    )
     (slowest,) = (table for table in tables(run) if table.title == "Slowest iterations")
     notes = {cells[0]: cells[-1] for cells in slowest.rows}
     assert notes["2"] == "after a change of the layout"

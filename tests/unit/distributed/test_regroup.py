@@ -1,0 +1,266 @@
+"""Processes that meet, lose some of them, and meet again: each is a thread with a store of its own."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from subprocess import PIPE
+
+import pytest
+from torch.distributed import HashStore
+
+from megalite.distributed import loss_watch, regroup
+from megalite.distributed.loss_watch import LossWatch
+from megalite.distributed.regroup import (
+    Arrival,
+    HeldPart,
+    Past,
+    Process,
+    Processes,
+    TrainingGroup,
+    _open_store_at,
+)
+from megalite.utils.errors import UserError
+
+PAST = Past([0, 1], 7, "tp 2", 0.0)
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (regroup, loss_watch):
+        monkeypatch.setattr(module, "SILENCE_SECONDS", 2.0)
+        monkeypatch.setattr(module, "ANSWER_SECONDS", 2.0)
+    monkeypatch.setattr(regroup, "_ARRIVAL_SECONDS", 2.0)
+    monkeypatch.setattr(regroup, "_REJOIN_SECONDS", 0.5)
+
+
+@pytest.fixture
+def run() -> Iterator[Callable[[int], list[Processes]]]:
+    """Returns a function that makes the processes of a run, two on each node."""
+    made: list[Processes] = []
+
+    def make(number: int) -> list[Processes]:
+        stores = [_open_store_at("127.0.0.1", 0) for _ in range(number)]
+        known = [Process(each // 2, each % 2, address) for each, (_, address) in enumerate(stores)]
+        made.extend(
+            Processes("run", each, known, store, HashStore(), {}) for each, (store, _) in enumerate(stores)
+        )
+        return made
+
+    yield make
+    for each in made:
+        each.leave()
+
+
+class Meeting:
+    """Meetings of some processes, each in a thread; those that stay become spares."""
+
+    def __init__(
+        self, processes: Sequence[Processes], size: int, arrivals: Mapping[int, Arrival] | None = None
+    ):
+        pool = ThreadPoolExecutor(len(processes))
+        self.results = {
+            each.own: pool.submit(
+                each.meet, (arrivals or {}).get(each.own, Arrival()), lambda n: min(n, size)
+            )
+            for each in processes
+        }
+        pool.shutdown(wait=False)
+
+    def group(self, *numbers: int) -> TrainingGroup:
+        """The group of these processes, which they agree on."""
+        groups = [self.results[number].result(timeout=20) for number in numbers]
+        assert all(each == groups[0] for each in groups)
+        assert list(groups[0].ranks) == list(numbers)
+        return groups[0]
+
+
+def test_a_spare_takes_the_place_of_a_lost_leader(run) -> None:
+    processes = run(4)
+    first = Meeting(processes, 3)
+    group = first.group(0, 1, 2)
+    assert (group.generation, group.leader, list(group.spares), group.past) == (0, 0, [3], None)
+    processes[0].leave()
+    arrivals = {number: Arrival((), PAST) for number in (1, 2)}
+    meeting = Meeting(processes[1:3], 3, arrivals)
+    meeting.results[3] = first.results[3]  # the spare still waits in its first meeting
+    second = meeting.group(1, 2, 3)
+    assert second.generation == 1
+    assert second.past is not None
+    assert second.past[:3] == PAST[:3]
+
+
+def test_a_spare_meets_the_others_when_its_leader_is_lost(run) -> None:
+    processes = run(3)
+    address = processes[0].known[0].address
+    processes[0].leave()
+    meeting = Meeting(processes[1:], 1)
+    meeting.group(1)  # 2 is a spare, and waits at 1
+    store, _ = _open_store_at(*address)
+    again = Processes("run", 0, processes[0].known, store, HashStore(), {})
+    processes[1].leave()
+    group = again.meet(Arrival(), lambda number: number)
+    assert (list(group.ranks), meeting.results[2].result(timeout=20)) == ([0, 2], group)
+    again.leave()
+
+
+def test_the_environment_is_that_of_a_restarted_rank_of_torchrun(run) -> None:
+    processes = run(4)
+    processes[0].leave()
+    Meeting(processes[1:], 2).group(1, 2)
+    group = TrainingGroup(3, 1, [1, 2, 3], [], None)
+    environment = processes[3].environment(group)
+    host, port = processes[3].known[1].address
+    assert environment == {
+        "RANK": "2",
+        "WORLD_SIZE": "3",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "3",
+        "MEGALITE_GENERATION": "run 3",
+    }
+
+
+def part(iteration: int, number: int) -> HeldPart:
+    return HeldPart(iteration, f"save {iteration}", 3, number)
+
+
+@pytest.mark.parametrize(
+    ("held", "chosen"),
+    [
+        ({0: [], 1: [], 2: [], 3: []}, [0, 1]),  # the same node
+        ({0: [], 2: [], 3: []}, [0, 2]),  # the leader, and the node that is whole
+        ({0: [part(4, 0)], 1: [part(4, 0)], 3: [part(4, 1), part(4, 2)]}, [0, 3]),
+        # The newest save needs three processes: an older one is whole with two.
+        (
+            {0: [part(6, 0), part(4, 0)], 1: [part(6, 1)], 2: [part(6, 2)], 3: [part(4, 1), part(4, 2)]},
+            [0, 3],
+        ),
+        ({0: [part(4, 0)], 3: [part(4, 1)], 1: []}, [0, 1]),  # a part is lost
+    ],
+)
+def test_a_group_has_the_newest_save_that_its_size_allows(run, held, chosen) -> None:
+    assert run(4)[0]._chosen(held, 2) == chosen
+
+
+def test_processes_that_cannot_train_end_with_the_same_error(run) -> None:
+    results = Meeting(run(3), 0).results
+    for each in results.values():
+        with pytest.raises(UserError, match="3 of 3 ranks are left, which the run's layout does not fit"):
+            each.result(timeout=20)
+
+
+def test_a_spare_ends_with_the_status_of_the_run(run) -> None:
+    processes = run(2)
+    meeting = Meeting(processes, 1)
+    meeting.group(0)
+    processes[0].end(75)
+    with pytest.raises(SystemExit) as end:
+        meeting.results[1].result(timeout=20)
+    assert end.value.code == 75
+
+
+def test_a_meeting_does_not_wait_for_a_process_that_never_arrives(run) -> None:
+    processes = run(3)
+    assert Meeting(processes[:2], 3).group(0, 1).spares == []
+    assert processes[0].lost == {2}
+
+
+def test_a_process_that_begins_again_is_waited_for_and_does_not_lead(run) -> None:
+    processes = run(3)
+    for other in processes[1:]:
+        processes[0].connect(other.own).set("coming/-1/0", "")
+    address = processes[0].known[0].address
+    processes[0].leave()
+    meeting = Meeting(processes[1:], 3)
+    time.sleep(1.0)
+    store, _ = _open_store_at(*address)
+    again = Processes("run", 0, processes[0].known, store, None, {})
+    assert again.meet(Arrival(), lambda n: n) == meeting.results[1].result(timeout=20)
+    assert list(meeting.results[2].result(timeout=20).ranks) == [0, 1, 2]
+    again.leave()
+
+
+def watched(processes: Sequence[Processes], group: TrainingGroup) -> list[LossWatch]:
+    return [LossWatch(each, group) for each in processes]
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_all_processes_notice_a_lost_one_and_leave_their_connections(run) -> None:
+    processes = run(3)
+    group = TrainingGroup(0, 0, [0, 1, 2], [], None)
+    watches = watched(processes, group)
+    listener = socket.create_server(("127.0.0.1", 0))
+    waiting = socket.create_connection(listener.getsockname())
+    other, _ = listener.accept()
+    freed = threading.Event()
+    threading.Thread(target=lambda: (waiting.recv(1), freed.set()), daemon=True).start()
+    time.sleep(0.5)
+    assert all(each.alarmed_at is None for each in watches)
+    watches[2].close()
+    processes[2].leave()
+    del watches[2]
+    wait_until(lambda: all(each.alarmed_at is not None for each in watches))
+    assert freed.wait(10)
+    assert all(each.is_loss(RuntimeError("other")) for each in watches)
+    for each in watches:
+        each.close()
+    for each in (listener, waiting, other):
+        each.close()
+
+
+def test_a_process_that_hangs_is_lost(run) -> None:
+    processes = run(2)
+    watches = watched(processes, TrainingGroup(0, 0, [0, 1], [], None))
+    watches[1].close()  # its heartbeat stops, and its store lives on
+    wait_until(lambda: watches[0].alarmed_at is not None)
+    watches[0].close()
+
+
+STORE = """
+from megalite.distributed.regroup import _open_store_at
+store, (_, port) = _open_store_at("127.0.0.1", 0)
+print(port, flush=True)
+input()
+"""
+
+
+def test_a_process_that_is_stopped_is_lost_though_it_accepts_connections(run) -> None:
+    processes = run(2)
+    with subprocess.Popen([sys.executable, "-c", STORE], stdin=PIPE, stdout=PIPE, text=True) as other:
+        assert other.stdout is not None
+        processes[0].known[1] = Process(0, 1, ("127.0.0.1", int(other.stdout.readline())))
+        (watch,) = watched(processes[:1], TrainingGroup(0, 0, [0, 1], [], None))
+        try:
+            time.sleep(0.5)
+            other.send_signal(signal.SIGSTOP)
+            wait_until(lambda: watch.alarmed_at is not None)
+            assert processes[0].meet(Arrival(), lambda number: number).ranks == [0]
+        finally:
+            watch.close()
+            other.kill()
+
+
+def test_an_error_of_all_processes_is_no_loss(run) -> None:
+    watches = watched(run(2), TrainingGroup(0, 0, [0, 1], [], None))
+    with ThreadPoolExecutor(2) as pool:
+        assert [*pool.map(lambda each: each.is_loss(ValueError("in all")), watches)] == [False, False]
+    assert watches[0].is_loss(RuntimeError("[gloo/pair.cc] Connection closed by peer"))
+    wait_until(lambda: watches[1].alarmed_at is not None)
+    for each in watches:
+        each.close()

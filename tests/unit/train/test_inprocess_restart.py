@@ -1,0 +1,114 @@
+"""Starts of a run that goes on without lost ranks; the processes' meetings are faked."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from megalite.config import Config
+from megalite.distributed.regroup import Past, Processes, TrainingGroup
+from megalite.distributed.rendezvous import Launch
+from megalite.frontends.command_line import parse_run
+from megalite.train import inprocess_restart
+from megalite.train.inprocess_restart import Start, train_through_losses
+from megalite.utils.errors import UserError
+
+LAUNCH = Launch(0, 4, 0, 2)
+
+
+def config_with(spare_nodes: int = 0, tp: int = 1) -> Config:
+    flags = "--preset gpt-tiny --mock-data --vocab-size 64 --global-batch-size 4 --train-iters 10"
+    config = parse_run(flags.split()).config
+    config = replace(config, checkpoint=replace(config.checkpoint, spare_nodes=spare_nodes))
+    return replace(config, parallel=replace(config.parallel, tensor_model_parallel_size=tp))
+
+
+class FakeProcesses:
+    """One process that is always in the next group; an OSError is a loss."""
+
+    rejoins = False
+
+    def __init__(self) -> None:
+        self.own, self.sizes, self.has_left, self.status = 0, [], False, None
+
+    def meet(self, arrival, largest) -> TrainingGroup:
+        self.sizes.append([largest(number) for number in (4, 3, 2, 1)])
+        return TrainingGroup(len(self.sizes) - 1, 0, [0, 1], [], arrival.past)
+
+    def environment(self, group: TrainingGroup) -> dict[str, str]:
+        return {}
+
+    def leave(self) -> None:
+        self.has_left = True
+
+    def end(self, status: int) -> None:
+        self.status = status
+
+
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch) -> FakeProcesses:
+    fake = FakeProcesses()
+    watch = SimpleNamespace(
+        alarmed_at=None,
+        all_failed=True,
+        is_loss=lambda error: isinstance(error, OSError),
+        close=lambda: None,
+    )
+    monkeypatch.setattr(Processes, "of_launch", lambda *_: fake)
+    monkeypatch.setattr(inprocess_restart, "LossWatch", lambda *_: nullcontext(watch))
+    monkeypatch.setattr(inprocess_restart, "configure_logging", lambda rank: None)
+    return fake
+
+
+def test_a_run_goes_on_after_losses_and_spares_get_its_status(processes: FakeProcesses) -> None:
+    pasts: list[Past | None] = []
+
+    def train(start: Start) -> None:
+        pasts.append(start.group.past)
+        if len(pasts) == 4:
+            raise SystemExit(75)
+        if len(pasts) != 2:  # the second start trains nothing
+            start.iteration, start.layout = 10 * len(pasts), "tp 1"
+        raise OSError("a rank is gone")
+
+    with pytest.raises(SystemExit) as end:
+        train_through_losses(config_with(spare_nodes=1), LAUNCH, {}, train)
+    assert end.value.code == processes.status == 75
+    assert [past and past.iteration for past in pasts] == [None, 10, 10, 30]
+    assert processes.sizes == [[2, 2, 2, 1]] * 4  # 2 of 4 ranks are spares
+
+
+def test_a_group_has_the_largest_size_that_the_layout_allows(processes: FakeProcesses) -> None:
+    def train(start: Start) -> None:
+        raise SystemExit(0)
+
+    with pytest.raises(SystemExit):
+        train_through_losses(config_with(tp=2), LAUNCH, {}, train)
+    assert processes.sizes == [[4, 2, 2, 0]]
+
+
+def test_an_error_that_is_no_loss_ends_the_process(processes: FakeProcesses) -> None:
+    def train(start: Start) -> None:
+        raise ValueError("a bug")
+
+    with pytest.raises(ValueError, match="a bug"):
+        train_through_losses(config_with(), LAUNCH, {}, train)
+    assert processes.has_left
+    assert processes.status == "a bug"  # of the spares
+
+
+def test_starts_that_train_nothing_are_not_repeated_for_ever(processes: FakeProcesses) -> None:
+    def train(start: Start) -> None:
+        raise OSError("a rank is gone")
+
+    with pytest.raises(UserError, match="3 starts in a row have come no further: a rank is"):
+        train_through_losses(config_with(), LAUNCH, {}, train)
+    assert len(processes.sizes) == 4
+
+
+def test_some_nodes_must_be_left_to_train() -> None:
+    with pytest.raises(UserError, match="--spare-nodes 2 leaves no rank of 4 to train"):
+        train_through_losses(config_with(spare_nodes=2), LAUNCH, {}, lambda start: None)
