@@ -79,6 +79,10 @@ class Group:
         """Whether some rank has ended."""
         return any(not process.is_alive() for process in self._processes)
 
+    def alive(self) -> list[int]:
+        """The ranks that have not ended."""
+        return [rank for rank, process in enumerate(self._processes) if _is_alive(process)]
+
     def freeze(self) -> None:
         """Stops all ranks where they are."""
         self._send(signal.SIGSTOP, range(self.size))
@@ -95,9 +99,9 @@ class Group:
             self._processes[rank].join()
         self.go_on()
 
-    def end(self) -> None:
-        """Waits until all have ended, and ends those that do not."""
-        deadline = time.monotonic() + _SECONDS_TO_NOTICE
+    def end(self, seconds: float = _SECONDS_TO_NOTICE) -> None:
+        """Waits until all have ended, and ends those that do not within these seconds."""
+        deadline = time.monotonic() + seconds
         for process in self._processes:
             process.join(max(0.0, deadline - time.monotonic()))
         self._send(signal.SIGKILL, range(self.size))
@@ -110,6 +114,11 @@ class Group:
             process.join()
         return max(abs(process.exitcode or 0) for process in self._processes)
 
+    def wait_for_rest(self) -> None:
+        """Waits for those that are not killed, also if they have begun again by `exec`."""
+        while self.alive():
+            time.sleep(0.05)
+
     def told(self) -> Start:
         """What the log says of where the run went on."""
         text = self.log.read_text()
@@ -120,14 +129,23 @@ class Group:
     def _send(self, number: signal.Signals, ranks: Iterable[int]) -> None:
         for rank in ranks:
             process = self._processes[rank]
-            if process.pid is not None and process.is_alive():
+            if process.pid is not None and _is_alive(process):
                 with suppress(ProcessLookupError):
                     os.kill(process.pid, number)
+
+
+def _is_alive(process: BaseProcess) -> bool:
+    """Whether the process runs; `is_alive` is false once it has begun again by `exec`."""
+    with suppress(OSError):
+        text = Path(f"/proc/{process.pid}/stat").read_text()
+        return text.rpartition(")")[2].split()[0] != "Z"
+    return False
 
 
 def _rank_main(environment: dict[str, str], arguments: list[str], log: str) -> None:
     """One rank, as `python pretrain_gpt.py` with these variables."""
     os.environ.update(environment)
+    sys.orig_argv[1:] = ["pretrain_gpt.py", *arguments]
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

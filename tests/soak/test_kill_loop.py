@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.soak import lost_nodes
+from tests.soak import lost_nodes, lost_ranks
 from tests.soak.folder import is_whole, losses_of, newest_whole, traces_of_saving
 from tests.soak.kill_loop import Plan, compare, soak
 
@@ -33,6 +33,16 @@ def test_four_kills_on_four_ranks(tmp_path: Path, layout: str) -> None:
 @pytest.mark.slow
 def test_four_nodes_are_lost(tmp_path: Path) -> None:
     assert lost_nodes.soak(4, 3, tmp_path) == ("4 kills, 4 resumed, 0 lost", True)
+
+
+def test_a_spare_takes_the_place_of_a_killed_rank(tmp_path: Path) -> None:
+    launches = [(3, 1, "--zero-stage 1 --spare-nodes 1")]
+    assert lost_ranks.soak(1, 0, tmp_path, launches=launches) == ("1 kills, 1 survived, 0 lost", True)
+
+
+@pytest.mark.slow
+def test_eight_ranks_are_killed(tmp_path: Path) -> None:
+    assert lost_ranks.soak(8, 3, tmp_path) == ("8 kills, 8 survived, 0 lost", True)
 
 
 @pytest.fixture
