@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -10,14 +11,21 @@ from pathlib import Path
 from megalite.checkpoint.compatibility import loads_optimizer
 from megalite.checkpoint.folder import name_of
 from megalite.checkpoint.load import LoadPlan, plan_load
-from megalite.checkpoint.local_saves import LocalSaves
-from megalite.checkpoint.manifest import DamagedCheckpoint, Manifest, TensorRecord, dtype_name
+from megalite.checkpoint.local_saves import LocalSaves, known_run_id, part_of, parts_in
+from megalite.checkpoint.manifest import (
+    DamagedCheckpoint,
+    Manifest,
+    TensorRecord,
+    dtype_name,
+    read_manifest,
+)
 from megalite.checkpoint.parameter_range import ParameterRange, Tensors
 from megalite.checkpoint.relayout import HeldPieces, exchange
 from megalite.checkpoint.stored_run import StoredRun, iterations_at
 from megalite.checkpoint.tensor_files import FilePiece, open_tensors
-from megalite.config import Config
+from megalite.config import CheckpointConfig, Config
 from megalite.data.corpus_record import DataRecord
+from megalite.distributed.regroup import HeldPart
 from megalite.utils.errors import UserError, few
 from megalite.utils.log import log
 
@@ -113,3 +121,24 @@ def _pieces_in(parts: Iterable[Manifest]) -> HeldPieces:
         except ValueError as error:
             raise DamagedCheckpoint(part.folder, [str(error)]) from error
     return held
+
+
+def held_parts(config: CheckpointConfig, reached: int | None = None) -> list[HeldPart]:
+    """Return the parts of the run's local saves that are on this node, without verifying their bytes.
+
+    Args:
+        reached: last iteration of the run so far. Parts of later ones are deleted: an earlier run in the same
+            folder has left them on a node that was a spare since.
+    """
+    found: list[HeldPart] = []
+    with suppress(OSError):  # the start reports it
+        run_id = known_run_id(config.save) if config.save else None
+        if run_id is None or config.non_persistent_local_ckpt_dir is None:
+            return found
+        for iteration, folder in parts_in(Path(config.non_persistent_local_ckpt_dir) / run_id):
+            if reached is not None and iteration > reached:
+                shutil.rmtree(folder, ignore_errors=True)
+                continue
+            with suppress(DamagedCheckpoint, OSError, LookupError, TypeError, ValueError):
+                found.append(HeldPart(iteration, *part_of(read_manifest(folder))))
+    return found

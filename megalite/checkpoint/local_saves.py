@@ -48,7 +48,6 @@ from megalite.checkpoint.save_agreement import SaveAgreement, SaveError
 from megalite.checkpoint.stored_run import StoredRun, iterations_at
 from megalite.checkpoint.tensor_files import FilePiece, write_file
 from megalite.config import CheckpointConfig
-from megalite.distributed.regroup import HeldPart
 from megalite.distributed.rendezvous import restart_count
 from megalite.distributed.topology import Topology
 from megalite.utils.errors import UserError, counted, few
@@ -207,17 +206,17 @@ class LocalSaves:
 
     def _remove(self, is_old: Callable[[int], bool]) -> None:
         if self._leads:
-            for iteration, part in _parts_in(self.root):
+            for iteration, part in parts_in(self.root):
                 if is_old(iteration):
                     shutil.rmtree(part, ignore_errors=True)
 
     def _parts(self) -> Iterator[_Part]:
         """Yield the parts on this node; log those that are damaged."""
-        for iteration, folder in _parts_in(self.root):
+        for iteration, folder in parts_in(self.root):
             try:
                 manifest = read_manifest(folder)
                 size = sum((folder / file).stat().st_size for file in manifest.files)
-                yield _Part(iteration, *_part_of(manifest), self.topology.rank, size)
+                yield _Part(iteration, *part_of(manifest), self.topology.rank, size)
             except DamagedCheckpoint as error:
                 log.warning("%s", error, extra=THIS_RANK)
             except (OSError, LookupError, TypeError, ValueError):
@@ -280,25 +279,12 @@ class LocalSaves:
         return manifest
 
 
-def held_parts(config: CheckpointConfig) -> list[HeldPart]:
-    """Return the parts of the run's local saves that are on this node, without verifying their bytes."""
-    found: list[HeldPart] = []
-    with suppress(OSError):  # the start reports it
-        run_id = _known_run_id(config.save) if config.save else None
-        if run_id is None or config.non_persistent_local_ckpt_dir is None:
-            return found
-        for iteration, folder in _parts_in(Path(config.non_persistent_local_ckpt_dir) / run_id):
-            with suppress(DamagedCheckpoint, OSError, LookupError, TypeError, ValueError):
-                found.append(HeldPart(iteration, *_part_of(read_manifest(folder))))
-    return found
-
-
 def _folders_in(root: Path) -> list[Path]:
     """Return the folders of ranks on this node."""
     return sorted(folder for folder in root.glob("rank_*") if _FOLDER.fullmatch(folder.name))
 
 
-def _parts_in(root: Path) -> Iterator[tuple[int, Path]]:
+def parts_in(root: Path) -> Iterator[tuple[int, Path]]:
     """Yield the iteration and the folder of each part on this node."""
     for folder in _folders_in(root):
         with suppress(OSError):
@@ -306,7 +292,7 @@ def _parts_in(root: Path) -> Iterator[tuple[int, Path]]:
                 yield iteration, folder / name
 
 
-def _part_of(manifest: Manifest) -> tuple[str, int, int]:
+def part_of(manifest: Manifest) -> tuple[str, int, int]:
     """Return the name of a part's save, the number of its parts, and the rank that wrote this one."""
     record = manifest.description[_PART]
     return str(record["save"]), int(record["num_parts"]), _rank_of(manifest.folder.parent)
@@ -473,7 +459,7 @@ def _run_id(save: str) -> str:
         make_writable(Path(save), "--save")
     run_id = secrets.token_hex(8)
     try:
-        if known := _known_run_id(save):
+        if known := known_run_id(save):
             return known
         text = f"{run_id} {run or Path(save).stat().st_ino}\n"
         if run:
@@ -485,7 +471,7 @@ def _run_id(save: str) -> str:
     return run_id
 
 
-def _known_run_id(save: str) -> str | None:
+def known_run_id(save: str) -> str | None:
     """Return the id of the run that saves to a folder or URL; None before its first start.
 
     Raises:

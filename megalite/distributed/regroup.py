@@ -9,6 +9,7 @@ is not chosen is a spare: it waits on for the next meeting. So the processes nee
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 import socket
@@ -280,8 +281,10 @@ class Processes:
             newest: the newest group that each process knows of.
             seconds: how long the meeting took.
         """
-        told = {newest[number]: each.past for number, each in arrivals.items() if each.past is not None}
-        past = told[max(told)] if told else None
+        told = [
+            (newest[each], past.iteration, each) for each, (_, past) in arrivals.items() if past is not None
+        ]
+        past = arrivals[max(told)[-1]].past if told else None
         if past is not None:
             past = past._replace(seconds=past.seconds + seconds)
         for number in range(len(self.known)):
@@ -294,7 +297,8 @@ class Processes:
             error = f"{left}, which the run's layout does not fit"
             self.end(error)
             raise UserError(error)
-        ranks = self._chosen({number: each.parts for number, each in arrivals.items()}, size)
+        parts = {number: each.parts for number, each in arrivals.items()}
+        ranks = self._chosen(parts, size, math.inf if past is None else past.iteration)
         self.newest, self._has_met = max(newest.values()) + 1, True
         self.store.set(_NEWEST, str(self.newest))
         group = TrainingGroup(self.newest, self.own, ranks, sorted({*arrivals} - {*ranks}), past)
@@ -320,7 +324,7 @@ class Processes:
             is_over.set()
             thread.join()
 
-    def _chosen(self, alive: Mapping[int, Sequence[HeldPart]], size: int) -> list[int]:
+    def _chosen(self, alive: Mapping[int, Sequence[HeldPart]], size: int, reached: float) -> list[int]:
         """Choose the processes of a group, in the order of the launch.
 
         This leader is one of them, and those that have the newest save. The others are from the nodes with
@@ -328,8 +332,9 @@ class Processes:
 
         Args:
             alive: what each process's node has.
+            reached: last iteration of the run so far. Later saves are an earlier run's in the same folder.
         """
-        saves = {part[:3] for parts in alive.values() for part in parts}
+        saves = {part[:3] for parts in alive.values() for part in parts if part.iteration <= reached}
         holders = (self._holders(alive, *save) for save in sorted(saves, reverse=True))
         needed = next((found for found in holders if found and len(found) <= size), {self.own})
         on_node = Counter(self.known[number].node for number in alive)

@@ -12,7 +12,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from megalite.checkpoint.local_saves import held_parts
+from megalite.checkpoint.load_local import held_parts
 from megalite.config import Config
 from megalite.config.validate import problems_of
 from megalite.distributed.axes import coordinates_text
@@ -119,6 +119,8 @@ def train_through_losses(
     furthest, num_futile = -1, 0
     while True:
         start = Start(processes, group)
+        if group.past is not None:
+            held_parts(config.checkpoint, group.past.iteration)
         os.environ.update(processes.environment(group))
         with LossWatch(processes, group) as watch:
             reason = _loss(start, train, watch)

@@ -140,6 +140,10 @@ def part(iteration: int, number: int) -> HeldPart:
         ({0: [], 1: [], 2: [], 3: []}, [0, 1]),  # the same node
         ({0: [], 2: [], 3: []}, [0, 2]),  # the leader, and the node that is whole
         ({0: [part(4, 0)], 1: [part(4, 0)], 3: [part(4, 1), part(4, 2)]}, [0, 3]),
+        (
+            {0: [part(9, 0)], 1: [], 3: [part(9, 1), part(9, 2)]},
+            [0, 1],
+        ),  # later than the run's last iteration
         # The newest save needs three processes: an older one is whole with two.
         (
             {0: [part(6, 0), part(4, 0)], 1: [part(6, 1)], 2: [part(6, 2)], 3: [part(4, 1), part(4, 2)]},
@@ -149,7 +153,7 @@ def part(iteration: int, number: int) -> HeldPart:
     ],
 )
 def test_a_group_has_the_newest_save_that_its_size_allows(run, held, chosen) -> None:
-    assert run(4)[0]._chosen(held, 2) == chosen
+    assert run(4)[0]._chosen(held, 2, reached=8) == chosen
 
 
 def test_processes_that_cannot_train_end_with_the_same_error(run) -> None:

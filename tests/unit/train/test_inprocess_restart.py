@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from megalite.config import Config
+from megalite.checkpoint.load_local import held_parts
+from megalite.config import CheckpointConfig, Config
 from megalite.distributed.regroup import Past, Processes, TrainingGroup
 from megalite.distributed.rendezvous import Launch
 from megalite.frontends.command_line import parse_run
@@ -112,3 +114,16 @@ def test_starts_that_train_nothing_are_not_repeated_for_ever(processes: FakeProc
 def test_some_nodes_must_be_left_to_train() -> None:
     with pytest.raises(UserError, match="--spare-nodes 2 leaves no rank of 4 to train"):
         train_through_losses(config_with(spare_nodes=2), LAUNCH, {}, lambda start: None)
+
+
+def test_parts_of_an_earlier_run_on_a_spare_node_are_deleted(tmp_path: Path) -> None:
+    """A part of iteration 9 of a run that has reached 4."""
+    (tmp_path / "save").mkdir()
+    (tmp_path / "save" / "run_id").write_text(f"{'a' * 16} {(tmp_path / 'save').stat().st_ino}\n")
+    for iteration in (4, 9):
+        (tmp_path / "local" / ("a" * 16) / "rank_00001" / f"iter_{iteration:07d}").mkdir(parents=True)
+    checkpoint = CheckpointConfig(
+        save=str(tmp_path / "save"), non_persistent_local_ckpt_dir=str(tmp_path / "local")
+    )
+    assert held_parts(checkpoint, reached=4) == []  # it has no files
+    assert [each.name for each in tmp_path.glob("local/*/*/*")] == ["iter_0000004"]
