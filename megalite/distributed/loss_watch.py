@@ -117,6 +117,9 @@ class LossWatch:
         with suppress(*CLOSED):
             leader = self._processes.connect(self._group.leader)
             call_within(ANSWER_SECONDS, lambda: leader.set(self._alarm, ""))
+        # The main thread, which waits for this in `is_loss`, must not abort at the same time.
+        with suppress(*CLOSED):
+            call_within(ANSWER_SECONDS, abort_process_groups)
         self._has_alarmed.set()
         try:
             self._end_waits(self.alarmed_at)
@@ -126,7 +129,6 @@ class LossWatch:
 
     def _end_waits(self, began_at: float) -> None:
         """End what the main thread waits for until it has left training, or begin again."""
-        abort_process_groups()
         # Connections of process groups that were just starting are closed later.
         while not self._closed.wait(POLL_SECONDS):
             self._store.add(_BEAT, 1)

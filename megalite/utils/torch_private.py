@@ -9,7 +9,6 @@ used.
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from importlib import import_module
@@ -197,17 +196,13 @@ def fake_backend_devices() -> list[str]:
     return dist.Backend.backend_capability["fake"]
 
 
-_ABORTING = threading.Lock()
-
-
 def abort_process_groups() -> None:
     """End all collectives in flight on a GPU, and all process groups of a process that has a GPU.
 
     The public `torch.distributed.destroy_process_group` waits for ranks that are gone.
     """
-    with _ABORTING:
-        if torch.cuda.is_available() and dist.is_initialized():
-            dist.distributed_c10d._abort_process_group()
+    if torch.cuda.is_available() and dist.is_initialized():
+        dist.distributed_c10d._abort_process_group()
 
 
 def fake_group(name: str, size: int) -> dist.ProcessGroup:

@@ -80,7 +80,7 @@ class Soak:
                 group.end(0.0)
 
     def _start(self, size: int, flags: str) -> Group:
-        own = [*flags_of(self.folder, self.num_kills), *flags.split(), "--peer-copies", "1"]
+        own = [*flags_of(self.folder, 2 * self.num_kills), *flags.split(), "--peer-copies", "1"]
         own += [
             "--non-persistent-save-interval",
             str(INTERVAL),
@@ -151,7 +151,7 @@ def soak(
     """Return the tally, and whether nothing was lost."""
     began = time.monotonic()
     undisturbed, disturbed = folder / "undisturbed", folder / "disturbed"
-    if Group.start(1, flags_of(undisturbed, num_kills), undisturbed).wait() != 0:
+    if Group.start(1, flags_of(undisturbed, 2 * num_kills), undisturbed).wait() != 0:
         raise SystemExit(f"error: the undisturbed run failed: see {undisturbed}")
     run = Soak(num_kills, seed, disturbed, say, launches)
     num_lost = number_lost(run.run, lambda: differences(disturbed, undisturbed), say)

@@ -396,7 +396,7 @@ def test_a_change_of_the_layout_is_in_all_outputs(config: LoggingConfig, tmp_pat
     (line,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert line["layout_change"] == {
         **{"iteration": 7, "before": "pp 2 dp 1 tp 1", "after": "tp2+sp"},
-        **{"seconds": 0.5, "num_bytes": 3000},
+        **{"seconds": 0.5, "num_bytes": 3000, "num_lost": 0, "num_repeated": 0},
     }
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     for name, value in (("seconds", 0.5), ("bytes", 3000.0)):
