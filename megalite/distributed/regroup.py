@@ -82,7 +82,7 @@ class Process(NamedTuple):
 
 
 class Past(NamedTuple):
-    """What a group has done.
+    """Progress of a group that a loss has ended.
 
     Attributes:
         ranks: process of each rank.
@@ -98,7 +98,7 @@ class Past(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """What a process tells the leader of a meeting.
+    """Message of a process to the leader of a meeting.
 
     Attributes:
         parts: what its node has; the next group has all parts of the newest save, if it can.

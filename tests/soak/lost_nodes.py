@@ -170,8 +170,9 @@ def soak(num_kills: int, seed: int, folder: Path, say: Callable[[str], None] = p
     return tally, num_lost == 0 and run.resumed == num_kills
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+def main(soak: Callable[[int, int, Path, Callable[[str], None]], tuple[str, bool]], description: str) -> None:
+    """Run a soak with the options of the command line; exit with 0 if nothing was lost."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--kills", type=int, default=60)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--folder", type=Path, required=True, help="new; its runs stay there")
@@ -179,3 +180,7 @@ if __name__ == "__main__":
     tally, is_well = soak(given.kills, given.seed, given.folder, lambda text: print(text, flush=True))
     print(tally)
     raise SystemExit(not is_well)
+
+
+if __name__ == "__main__":
+    main(soak, __doc__)

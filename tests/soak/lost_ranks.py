@@ -14,7 +14,6 @@ Each process is a node of its own, whose folder is wiped when it is killed. Some
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import re
@@ -31,7 +30,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPAT
 from tests.soak.folder import iterations_of, newest_whole  # noqa: E402
 from tests.soak.group import Group  # noqa: E402
 from tests.soak.kill_loop import Lost, number_lost  # noqa: E402
-from tests.soak.lost_nodes import INTERVAL, differences, flags_of, newest_save  # noqa: E402
+from tests.soak.lost_nodes import INTERVAL, differences, flags_of, main, newest_save  # noqa: E402
 
 LAUNCHES = (
     (5, 2, "--tp 2 --zero-stage 1 --spare-nodes 1"),
@@ -164,11 +163,4 @@ def soak(
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--kills", type=int, default=60)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--folder", type=Path, required=True, help="new; its runs stay there")
-    given = parser.parse_args()
-    tally, is_well = soak(given.kills, given.seed, given.folder, lambda text: print(text, flush=True))
-    print(tally)
-    raise SystemExit(not is_well)
+    main(soak, __doc__)
