@@ -67,6 +67,7 @@ class LeaseHolder:
         job_starts: how often Slurm has started the job before.
         processes, generation: name of the run's processes, and number of their group; see `regroup`. Empty
             and 0 if a loss ends the run.
+        addresses: host:port of some of them, separated by spaces.
         since: date and time by the holder's clock, for people to read.
         token: random text, so that no two leases have the same content.
     """
@@ -79,6 +80,7 @@ class LeaseHolder:
     job_starts: int
     processes: str
     generation: int
+    addresses: str
     since: str
     token: str
 
@@ -86,7 +88,7 @@ class LeaseHolder:
     def here() -> LeaseHolder:
         """Return this process as a holder."""
         starts = os.environ.get("SLURM_RESTART_COUNT", "")
-        processes, _, generation = os.environ.get(GENERATION, " 0").partition(" ")
+        processes, generation, *addresses = os.environ.get(GENERATION, " 0").split(" ")
         return LeaseHolder(
             host=socket.gethostname(),
             machine=_machine(),
@@ -96,6 +98,7 @@ class LeaseHolder:
             job_starts=int(starts) if starts.isdecimal() else 0,
             processes=processes,
             generation=int(generation),
+            addresses=" ".join(addresses),
             since=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
             token=secrets.token_hex(8),
         )
@@ -283,6 +286,14 @@ def hold_folder(save: str | None, topology: Topology) -> Iterator[FolderLease | 
     finally:
         if lease is not None:
             lease.release()
+
+
+def newest_holder(save: str) -> LeaseHolder | None:
+    """Return the holder of the newest lease on --save, alive or not; None if none can be read."""
+    with suppress(OSError):
+        if (found := _newest(files_at(save))) is not None:
+            return LeaseHolder.parse(found[1])
+    return None
 
 
 def _wait_until_free(save: str | Path, files: LeaseFiles) -> tuple[int, str]:

@@ -125,7 +125,7 @@ def _check(config: Config, is_first_try: bool) -> None:
     world_size, mode = os.environ.get("WORLD_SIZE", "1"), config.dry_run
     if mode.dry_run or mode.verify_layouts is not None:
         return  # the layout and the number of ranks are others
-    if config.parallel.layout == "auto" or not world_size.isdecimal():
+    if config.parallel.layout == "auto" or config.checkpoint.join_run or not world_size.isdecimal():
         return
     num_local = os.environ.get("LOCAL_WORLD_SIZE", world_size)
     num_spares = config.checkpoint.spare_nodes * (int(num_local) if num_local.isdecimal() else 0)

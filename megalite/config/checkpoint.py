@@ -116,6 +116,9 @@ class CheckpointConfig:
     spare_nodes: int = option(0, allowed=NOT_NEGATIVE, only_with="inprocess_restart")
     """Nodes of the launch, of --nproc-per-node processes each, that wait to replace lost ones. The layout is
     that of the other nodes."""
+    join_run: bool = option(False, only_with="inprocess_restart", differs_between_ranks=True)
+    """If a run trains in --save, join it after an iteration, as nodes that were repaired or are new;
+    otherwise start a run."""
     layout_at: tuple[str, ...] | None = option(None, allowed=_LAYOUT_AT)
     """Change the layout during the run, in memory: ITERATION:LAYOUT ... with the names of megalite verify, as
     in 1000:tp2dp4 5000:dp8+zero3."""

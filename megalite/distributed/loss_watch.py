@@ -15,15 +15,8 @@ import time
 from contextlib import suppress
 
 from megalite.distributed.agreement import call_within
-from megalite.distributed.regroup import (
-    ANSWER_SECONDS,
-    CLOSED,
-    LEADS,
-    POLL_SECONDS,
-    SILENCE_SECONDS,
-    Processes,
-    TrainingGroup,
-)
+from megalite.distributed.processes import ANSWER_SECONDS, CLOSED, KnownProcesses
+from megalite.distributed.regroup import LEADS, POLL_SECONDS, SILENCE_SECONDS, TrainingGroup
 from megalite.utils.log import THIS_RANK, log
 from megalite.utils.torch_private import abort_process_groups
 
@@ -42,7 +35,7 @@ class LossWatch:
         all_failed: whether all ranks have an error, by the last `is_loss`.
     """
 
-    def __init__(self, processes: Processes, group: TrainingGroup) -> None:
+    def __init__(self, processes: KnownProcesses, group: TrainingGroup) -> None:
         self._processes, self._store, self._group = processes, processes.store, group
         self._kept = _connections().keys()
         self._own_alarm, self._has_alarmed = threading.Event(), threading.Event()

@@ -1,56 +1,56 @@
 """Let the processes of a run agree on those that train it, and again each time one of them is lost.
 
-Each process has a store of its own, a TCPStore at an address that all know from the start. The processes meet
-at the store of the first process that can be reached, the leader: each sets `here` and waits for `group`. The
-leader waits for all that can be reached, chooses the processes of the next group, and answers. A process that
-is not chosen is a spare: it waits on for the next meeting. So the processes need no store that outlives them.
+They meet at the store of the first process that can be reached, the leader: each sets `here` and waits for
+`group`. The leader waits for all that can be reached, chooses the processes of the next group, and answers. A
+process that is not chosen is a spare: it waits on for the next meeting. So the processes need no store that
+outlives them.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
-import secrets
-import socket
-import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
-from datetime import timedelta
-from functools import partial
-from typing import NamedTuple, NoReturn
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from torch.distributed import Store, TCPStore
+from torch.distributed import Store
 
-from megalite.distributed.agreement import RankRecord, call_within, check_agreement
-from megalite.distributed.rendezvous import Launch, listener_at, open_store, own_address
+from megalite.distributed.agreement import call_within
+from megalite.distributed.processes import (
+    ANSWER_SECONDS,
+    CLOSED,
+    COMING,
+    FIRST_JOINED,
+    KnownProcesses,
+    Process,
+    by_number,
+)
 from megalite.utils.errors import UserError
 
 GENERATION = "MEGALITE_GENERATION"
-"""Variable with the name of the run's processes and the number of their group, which increases."""
+"""Variable with the name of the run's processes, the number of their group, which increases, and addresses of
+some of them."""
+_MAX_ADDRESSES = 16
 
-_REJOINS = "MEGALITE_REJOINS"
-"""Variable with the name and the processes of the run that this process rejoins; see `begin_again`."""
-
-_HERE, _GROUP, _END, _COMING, _NEWEST = "here", "group", "end", "coming", "newest"
+_HERE, _GROUP, _END, _NEWEST = "here", "group", "end", "newest"
+_ARRIVALS = "arrivals"
+"""Key of the number of arrivals at a leader, each of which has a key of its own."""
 LEADS = "leads"
 """Key of a number that a leader increases as long as it is alive."""
 POLL_SECONDS = 0.1
-_CONNECT_SECONDS = 2.0
-_MAX_THREADS = 64
-ANSWER_SECONDS = 5.0
 SILENCE_SECONDS = 15.0
 """Seconds without a heartbeat after which a process is lost. A thread beats, also in long computations."""
 _REJOIN_SECONDS = 2.0
 """Seconds after which a process that rejoins leaves another one that does not lead."""
 _ARRIVAL_SECONDS = 60.0
 """Seconds that a meeting waits for processes that can be reached."""
-CLOSED = (RuntimeError, OSError)  # torch's errors of stores are RuntimeErrors
+_SETTLE_SECONDS = 5.0
+"""Seconds after the last arrival at which training is interrupted: a node's processes do not come at once."""
 
 
 class HeldPart(NamedTuple):
@@ -66,19 +66,6 @@ class HeldPart(NamedTuple):
     save: str
     num_parts: int
     part: int
-
-
-class Process(NamedTuple):
-    """Process of a run.
-
-    Attributes:
-        node: number of its node: that of the first process there.
-        address: host and port of its store.
-    """
-
-    node: int
-    local_rank: int
-    address: tuple[str, int]
 
 
 class Past(NamedTuple):
@@ -119,6 +106,7 @@ class TrainingGroup:
         ranks: process of each rank.
         spares: processes that wait for the next meeting.
         past: what the last group before it that has trained has done; None if there is none.
+        joined: processes of other launches.
     """
 
     generation: int
@@ -126,59 +114,21 @@ class TrainingGroup:
     ranks: Sequence[int]
     spares: Sequence[int]
     past: Past | None
+    joined: Mapping[int, Process] = field(default_factory=dict)
 
 
 @dataclass
-class Processes:
-    """All processes of a run, as one of them sees them.
+class Processes(KnownProcesses):
+    """All processes of a run, as one of them sees them, and their meetings.
 
     Attributes:
-        name: name of the run's processes, which no other run has.
-        own: number of this process: its rank when the launcher started it.
-        known: the processes, by number.
-        newest: number of the newest group that this process knows of; -1 before the first.
         lost: processes that no meeting waits for, because they were lost before.
     """
 
-    name: str
-    own: int
-    known: Sequence[Process]
-    _store: Store | None
-    _first_store: Store | None  # others may still read from it
-    _environment: Mapping[str, str]  # of the launch
-    newest: int = -1
     lost: set[int] = field(default_factory=set)
     _has_met: bool = False
-
-    @staticmethod
-    def of_launch(launch: Launch, timeout: timedelta, must_agree: RankRecord) -> Processes:
-        """Exchange the addresses of all launched processes.
-
-        Raises:
-            UserError: there is no rendezvous with the other processes, or their settings differ.
-        """
-        environment = {**os.environ}
-        if rejoins := environment.pop(_REJOINS, None):
-            name, newest, *known = json.loads(rejoins)
-            known = [Process(node, rank, tuple(address)) for node, rank, address in known]
-            store, _ = _open_store_at(*known[launch.rank].address)
-            return Processes(name, launch.rank, known, store, None, environment, newest)
-        first = open_store(launch, timeout)
-        check_agreement(first, launch.rank, launch.world_size, must_agree, "start")
-        store, (host, port) = _open_store_at(own_address(), 0)
-        own = Process(launch.rank - launch.local_rank, launch.local_rank, (host, port))
-        first.set(f"megalite/process/{launch.rank}", json.dumps(own))
-        if launch.rank == 0:
-            first.set("megalite/processes", secrets.token_hex(8))
-        texts = first.multi_get([f"megalite/process/{number}" for number in range(launch.world_size)])
-        known = [Process(node, rank, (host, port)) for node, rank, (host, port) in map(json.loads, texts)]
-        name = first.get("megalite/processes").decode()
-        return Processes(name, launch.rank, known, store, first, environment)
-
-    @property
-    def rejoins(self) -> bool:
-        """Return whether this process has begun again."""
-        return self._first_store is None
+    _num_arrivals: int = 0  # at this leader, that are known
+    _arrived_at: float = math.inf  # when the newest of those came that no group has been chosen from
 
     def meet(self, arrival: Arrival, largest: Callable[[int], int]) -> TrainingGroup:
         """Agree with the others on the next group; a spare waits here until it is needed.
@@ -188,14 +138,19 @@ class Processes:
 
         Raises:
             SystemExit: the run has ended while this process was a spare; with the run's status.
-            UserError: the processes that are left cannot train; raised on all of them.
+            UserError: the processes that are left cannot train; raised on all of them. Or this one joins, and
+                there is none.
         """
         # The others have met without a process that rejoins, or are about to: it leads only if nobody does.
         rejoins, began_at = self.rejoins and not self._has_met, time.monotonic()
-        candidates = {*range(len(self.known) if rejoins else self.own)} - {self.own}
+        candidates = {each for each in self.known if rejoins or each < self.own} - {self.own}
         idle: set[int] = set()  # they can be reached, and do not lead
         while True:
-            left = self._reachable(candidates)
+            left = self.reachable(candidates)
+            if not left and self.joins:
+                raise UserError(
+                    "--join-run: the processes of the run in --save have ended, or cannot be reached"
+                )
             if not left - idle:
                 is_overdue = time.monotonic() - began_at > _ARRIVAL_SECONDS
                 if not rejoins or not left or (is_overdue and self.own < min(left)):
@@ -206,7 +161,7 @@ class Processes:
             group = self._follow(leader, arrival, _REJOIN_SECONDS if rejoins else SILENCE_SECONDS)
             if group is not None:
                 return group
-            idle |= self._reachable({leader})
+            idle |= self.reachable({leader})
 
     def _follow(self, leader: int, arrival: Arrival, patience: float) -> TrainingGroup | None:
         """Wait for the answer of a leader; return None if it is lost, or leads no meeting."""
@@ -223,7 +178,12 @@ class Processes:
                 answer = store.get(key) if store.check([key]) else None
                 return store.add(LEADS, 0), answer, store.get(_END) if store.check([_END]) else None
 
-            call_within(ANSWER_SECONDS, lambda: store.set(here, json.dumps([self.newest, *arrival])))
+            def come() -> None:
+                store.set(here, json.dumps([self.newest, *arrival]))
+                own = json.dumps([self.own, *self.known[self.own]])
+                store.set(f"{_ARRIVALS}/{store.add(_ARRIVALS, 1)}", own)
+
+            call_within(ANSWER_SECONDS, come)
             while end is None and answer is None:
                 count, answer, end = call_within(ANSWER_SECONDS, look)
                 if count != leads:
@@ -241,27 +201,35 @@ class Processes:
         if answer is None:
             return None
         told = json.loads(answer)
-        group = TrainingGroup(**{**told, "past": told["past"] and Past(*told["past"])})
-        self.newest, self._has_met = group.generation, True
+        past, joined = told["past"] and Past(*told["past"]), by_number(told["joined"])
+        group = TrainingGroup(**{**told, "past": past, "joined": joined})
+        self._begin(group)
         return group
+
+    def _begin(self, group: TrainingGroup) -> None:
+        """Take over what a meeting has told."""
+        self.known |= group.joined
+        self.newest, self._has_met, self.joins, self._arrived_at = group.generation, True, False, math.inf
+        self.publish()
 
     def _lead(self, arrival: Arrival, largest: Callable[[int], int]) -> TrainingGroup:
         store, began_at = self.store, time.monotonic()
-        others = {*range(len(self.known))} - {self.own}
         with self._leading():
             while True:
+                self._know_arrivals()
+                others = {*self.known} - {self.own}
                 here = {number for number in others if store.check([f"{_HERE}/{number}"])}
-                coming = {each for each in others if store.check([f"{_COMING}/{self.newest}/{each}"])}
+                coming = {each for each in others if store.check([f"{COMING}/{self.newest}/{each}"])}
                 self.lost -= here | coming
                 unknown = others - here - coming - self.lost
-                self.lost |= unknown - self._reachable(unknown)
+                self.lost |= unknown - self.reachable(unknown)
                 if time.monotonic() > began_at + _ARRIVAL_SECONDS:
                     self.lost |= others - here
                 if not others - here - self.lost:
                     break
                 time.sleep(POLL_SECONDS)
             arrivals, newest = {self.own: arrival}, {self.own: self.newest}
-            for number in self._reachable(here):
+            for number in self.reachable(here):
                 with suppress(*CLOSED):  # it has just left
                     newest[number], parts, past = json.loads(store.get(f"{_HERE}/{number}"))
                     parts = [HeldPart(*each) for each in parts]
@@ -287,7 +255,7 @@ class Processes:
         past = arrivals[max(told)[-1]].past if told else None
         if past is not None:
             past = past._replace(seconds=past.seconds + seconds)
-        for number in range(len(self.known)):
+        for number in self.known:
             self.store.delete_key(f"{_GROUP}/{number}")  # it may not have read its last answer
             if number not in arrivals:
                 self.store.delete_key(f"{_HERE}/{number}")
@@ -299,13 +267,36 @@ class Processes:
             raise UserError(error)
         parts = {number: each.parts for number, each in arrivals.items()}
         ranks = self._chosen(parts, size, math.inf if past is None else past.iteration)
-        self.newest, self._has_met = max(newest.values()) + 1, True
-        self.store.set(_NEWEST, str(self.newest))
-        group = TrainingGroup(self.newest, self.own, ranks, sorted({*arrivals} - {*ranks}), past)
+        generation, spares = max(newest.values()) + 1, sorted({*arrivals} - {*ranks})
+        joined = {number: self.known[number] for number in arrivals if number >= FIRST_JOINED}
+        group = TrainingGroup(generation, self.own, ranks, spares, past, joined)
+        self._begin(group)
+        self.store.set(_NEWEST, str(generation))
+        answer = {**vars(group), "joined": [[number, *joined[number]] for number in joined]}
         for number in ranks:
             self.store.delete_key(f"{_HERE}/{number}")
-            self.store.set(f"{_GROUP}/{number}", json.dumps(asdict(group)))
+            self.store.set(f"{_GROUP}/{number}", json.dumps(answer))
         return group
+
+    def _know_arrivals(self) -> None:
+        """Take over the addresses of the processes that have come to this leader."""
+        for index in range(self._num_arrivals + 1, self.store.add(_ARRIVALS, 0) + 1):
+            if not self.store.check([f"{_ARRIVALS}/{index}"]):
+                return  # it is just coming
+            self.known |= by_number([json.loads(self.store.get(f"{_ARRIVALS}/{index}"))])
+            self._num_arrivals, self._arrived_at = index, time.monotonic()
+
+    def can_grow(self, group: TrainingGroup, largest: Callable[[int], int]) -> bool:
+        """Return, on the leader of a group, whether more can train with processes that have come since."""
+        if self.own != group.leader:
+            return False
+        self._know_arrivals()
+        if time.monotonic() < self._arrived_at + _SETTLE_SECONDS:
+            return False
+        self._arrived_at = math.inf
+        others = {*self.known} - {*group.ranks}
+        waiting = self.reachable({each for each in others if self.store.check([f"{_HERE}/{each}"])})
+        return largest(len(group.ranks) + len(waiting)) > len(group.ranks)
 
     @contextmanager
     def _leading(self) -> Iterator[None]:
@@ -372,83 +363,23 @@ class Processes:
             "MASTER_PORT": str(port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": str(restarts + group.generation),
-            GENERATION: f"{self.name} {group.generation}",
+            GENERATION: " ".join([self.name, str(group.generation), *self._addresses(group)]),
         }
+
+    def _addresses(self, group: TrainingGroup) -> list[str]:
+        """Return host:port of the first process on some nodes of a group, the leader's among them."""
+        first: dict[str, tuple[str, int]] = {}
+        for number in [group.leader, *group.ranks, *group.spares]:
+            first.setdefault(self.known[number].node, self.known[number].address)
+        return [f"{host}:{port}" for host, port in first.values()][:_MAX_ADDRESSES]
 
     def end(self, status: int | str) -> None:
         """Let the spares of this leader end with a status, or with an error; wait until they know."""
         assert self._store is not None
-        waiting = [f"{_HERE}/{number}" for number in range(len(self.known))]
+        with suppress(*CLOSED):
+            self._know_arrivals()
+        waiting = [f"{_HERE}/{number}" for number in self.known]
         self._store.set(_END, json.dumps(status))
         deadline = time.monotonic() + ANSWER_SECONDS
         while time.monotonic() < deadline and any(self._store.check([key]) for key in waiting):
             time.sleep(POLL_SECONDS)
-
-    def begin_again(self) -> NoReturn:
-        """Replace this process by a new one of the same command, which comes to the next meeting.
-
-        The launcher does not notice. It ends whatever this process waits for.
-        """
-        key = f"{_COMING}/{self.newest}/{self.own}"
-
-        def announce(number: int) -> None:
-            with suppress(*CLOSED):
-                self.connect(number).set(key, "")
-
-        with ThreadPoolExecutor(_MAX_THREADS) as pool:
-            list(pool.map(announce, {*range(len(self.known))} - {self.own}))
-        for descriptor in os.listdir("/dev/fd"):
-            with suppress(OSError):
-                os.set_inheritable(int(descriptor), int(descriptor) < 3)
-        rejoins = json.dumps([self.name, self.newest, *self.known])
-        environment = {**self._environment, _REJOINS: rejoins}
-        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
-
-    @property
-    def store(self) -> Store:
-        """Return this process's store."""
-        assert self._store is not None
-        return self._store
-
-    def leave(self) -> None:
-        """Close the store, by which the others learn that this process is lost."""
-        self._store = None
-
-    def connect(self, number: int) -> TCPStore:
-        """Connect to a process's store. Calls of it may not return if the process hangs: see `call_within`.
-
-        Raises:
-            RuntimeError or OSError: the process cannot be reached.
-        """
-        host, port = self.known[number].address
-        socket.create_connection((host, port), _CONNECT_SECONDS).close()  # TCPStore would try again and again
-        timeout = timedelta(seconds=ANSWER_SECONDS)
-        connect = partial(TCPStore, host, port, is_master=False, wait_for_workers=False, timeout=timeout)
-        return call_within(ANSWER_SECONDS, connect)
-
-    def _reachable(self, numbers: Collection[int]) -> set[int]:
-        """Return those of some processes that accept connections."""
-
-        def accepts(number: int) -> bool:
-            with suppress(OSError), socket.create_connection(self.known[number].address, _CONNECT_SECONDS):
-                return True
-            return False
-
-        with ThreadPoolExecutor(_MAX_THREADS) as pool:
-            found = zip(numbers, pool.map(accepts, numbers), strict=True)
-            return {number for number, is_there in found if is_there}
-
-
-def _open_store_at(host: str, port: int) -> tuple[TCPStore, tuple[str, int]]:
-    """Return a store that this process serves, and its address."""
-    listener = listener_at(host, port)
-    host, port = listener.getsockname()[:2]
-    store = TCPStore(
-        host,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=ANSWER_SECONDS),
-        master_listen_fd=listener.detach(),
-    )
-    return store, (host, port)

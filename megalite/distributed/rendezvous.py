@@ -321,13 +321,17 @@ def _address_of_gloo() -> str:
     return _LOOPBACK
 
 
-def own_address() -> str:
-    """Return the address at which other ranks reach this host, as gloo chooses it (`choose_interface`)."""
+def own_address(master: str | None = None) -> str:
+    """Return the address at which other ranks reach this host, as gloo chooses it (`choose_interface`).
+
+    Args:
+        master: host of another rank; by default MASTER_ADDR.
+    """
     interface = os.environ.get(GLOO_INTERFACE, "").split(",")[0]
     for address, name in _interfaces().items():
         if name == interface:
             return address
-    master = os.environ.get("MASTER_ADDR", _LOOPBACK)
+    master = master or os.environ.get("MASTER_ADDR", _LOOPBACK)
     if is_this_machine(master):
         return _LOOPBACK
     address = _address_of_gloo()

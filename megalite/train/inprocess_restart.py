@@ -1,8 +1,9 @@
-"""Go on without ranks that are lost: the processes that are left start again as a new group."""
+"""Go on without ranks that are lost, or with more that join: the processes start again as a new group."""
 
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
+from megalite.checkpoint.lease import newest_holder
 from megalite.checkpoint.load_local import held_parts
 from megalite.config import Config
 from megalite.config.validate import problems_of
@@ -32,19 +34,25 @@ _MAX_FUTILE_STARTS = 3
 
 
 class Start(Callback):
-    """One start of a group; reports what was lost and is repeated after its first iteration.
+    """One start of a group; reports what was lost, has joined and is repeated after its first iteration.
 
     Attributes:
         layout: the layout in words, once training begins.
         iteration: number of the last finished iteration; None before the first of this start.
+        left_at: when training has ended because more processes can train, by `time.monotonic`.
     """
 
-    def __init__(self, processes: Processes, group: TrainingGroup) -> None:
-        self.processes, self.group = processes, group
+    def __init__(self, processes: Processes, group: TrainingGroup, largest: Callable[[int], int]) -> None:
+        self.processes, self.group, self._largest = processes, group, largest
         self.layout = ""
         self.iteration: int | None = None
+        self.left_at: float | None = None
         self.writers: Writers | None = None
         self._met_at = self._began_at = time.monotonic()
+
+    def can_grow(self) -> bool:
+        """Return whether this is the leader, and more can train; see `Processes.can_grow`."""
+        return self.processes.can_grow(self.group, self._largest)
 
     def past(self, alarmed_at: float) -> Past | None:
         """Return what this group has done, or the last one before it that has trained."""
@@ -60,27 +68,37 @@ class Start(Callback):
         self._began_at = time.monotonic()
         self.layout = coordinates_text(loop.trainer.topology.sizes)
         if spares := self.group.spares:
-            log.info("%s of the launch wait until one is lost", counted(len(spares), "process", "es"))
+            log.info("%s wait until one is lost", counted(len(spares), "process", "es"))
 
     def after_iteration(self, loop: TrainingLoop, result: StepResult) -> None:
         if self.iteration is None and self.group.past is not None:
             self._report(loop, self.group.past)
         self.iteration = loop.iteration
 
+    def on_end(self, loop: TrainingLoop) -> None:
+        if loop.stop is not None and loop.stop.regroups:
+            self.left_at = time.monotonic()
+
     def _report(self, loop: TrainingLoop, past: Past) -> None:
         now, resumed = time.monotonic(), loop.iteration - 1
         here = {*self.group.ranks, *self.group.spares}
-        lost = [rank for rank, process in enumerate(past.ranks) if process not in here]
-        log.warning(
-            "%s of %d lost after iteration %d (%s): %s went on from iteration %d in %s, instead of %s",
-            *(counted(len(lost), "rank"), len(past.ranks), past.iteration, few([*map(str, lost)]) or "none"),
-            *(counted(len(self.group.ranks), "rank"), resumed, self.layout, past.layout),
+        lost = [str(rank) for rank, process in enumerate(past.ranks) if process not in here]
+        size, iteration = len(past.ranks), past.iteration
+        if lost:
+            what = f"{counted(len(lost), 'rank')} of {size} lost after iteration {iteration} ({few(lost)})"
+        else:
+            what = f"{counted(len(self.group.ranks), 'rank')} instead of {size} after iteration {iteration}"
+        log.log(
+            logging.WARNING if lost else logging.INFO,
+            "%s: %s went on from iteration %d in %s, instead of %s",
+            *(what, counted(len(self.group.ranks), "rank"), resumed, self.layout, past.layout),
         )
         seconds = past.seconds + now - self._met_at
         log.info(
-            "%.1f s from the alarm to the end of the next iteration: %.1f to leave and meet, %.1f to start, "
+            "%.1f s from %s to the end of the next iteration: %.1f to leave and meet, %.1f to start, "
             "%.1f to train",
-            *(seconds, past.seconds, self._began_at - self._met_at, now - self._began_at),
+            *(seconds, "the alarm" if lost else "the decision"),
+            *(past.seconds, self._began_at - self._met_at, now - self._began_at),
         )
         if self.writers is not None:
             figures = (seconds, 0, len(lost), max(0, past.iteration - resumed))
@@ -90,35 +108,31 @@ class Start(Callback):
 def train_through_losses(
     config: Config, launch: Launch, settings: dict[str, str], train: Callable[[Start], None]
 ) -> NoReturn:
-    """Train with the processes of a launch, and again with those that are left whenever one is lost.
+    """Train with the processes of a launch, and again whenever one is lost or more can train.
 
     Args:
         settings: what must agree on all processes.
-        train: trains from the latest save as the rank that the environment names, and raises SystemExit.
+        train: trains from the latest save as the rank that the environment names, and raises SystemExit. It
+            returns if more ranks can train.
 
     Raises:
         SystemExit: the run has ended; with its status.
         UserError: the processes that are left cannot train, or an error is not caused by a loss.
     """
     configure_logging(launch.rank)
-    num_spares = config.checkpoint.spare_nodes * launch.local_world_size
-    most = launch.world_size - num_spares
-    if most < 1:
-        raise UserError(
-            f"--spare-nodes {config.checkpoint.spare_nodes} leaves no rank of {launch.world_size} to train: "
-            "start more nodes, or pass fewer"
-        )
-    timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
-    processes = Processes.of_launch(launch, timeout, settings)
+    processes = _processes(config, launch, settings)
+    most = processes.num_launched - config.checkpoint.spare_nodes * launch.local_world_size
 
     def largest(num_alive: int) -> int:
         sizes = range(min(num_alive, most), 0, -1)
         return next((size for size in sizes if not problems_of(config, size)), 0)
 
+    if processes.joins:
+        log.info("joining the run that trains in --save %s, after an iteration", config.checkpoint.save)
     group = processes.meet(Arrival(held_parts(config.checkpoint)), largest)
     furthest, num_futile = -1, 0
     while True:
-        start = Start(processes, group)
+        start = Start(processes, group, largest)
         if group.past is not None:
             held_parts(config.checkpoint, group.past.iteration)
         os.environ.update(processes.environment(group))
@@ -134,7 +148,7 @@ def train_through_losses(
                 forget_compiled_code()
             gc.collect()
             torch.cuda.empty_cache()
-        past = start.past(watch.alarmed_at or time.monotonic())
+        past = start.past(watch.alarmed_at or start.left_at or time.monotonic())
         group = processes.meet(Arrival(held_parts(config.checkpoint), past), largest)
         has_lost = bool({*start.group.ranks} - {*group.ranks, *group.spares})
         reached = -1 if start.iteration is None else start.iteration
@@ -145,10 +159,31 @@ def train_through_losses(
             raise UserError(f"{num_futile} starts in a row have come no further: {reason}")
 
 
+def _processes(config: Config, launch: Launch, settings: dict[str, str]) -> Processes:
+    """Return the processes of this launch, or of the run that this one joins.
+
+    Raises:
+        UserError: --spare-nodes leaves none to train, or the processes do not agree.
+    """
+    checkpoint, size = config.checkpoint, launch.world_size
+    if checkpoint.join_run and checkpoint.save and (holder := newest_holder(checkpoint.save)) is not None:
+        addresses = holder.addresses.split()
+        if (found := Processes.of_run(launch, holder.processes, addresses, settings)) is not None:
+            return found
+    if checkpoint.spare_nodes * launch.local_world_size >= size:
+        raise UserError(
+            f"--spare-nodes {checkpoint.spare_nodes} leaves no rank of {size} to train: start more nodes, or "
+            "pass fewer"
+        )
+    timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
+    return Processes.of_launch(launch, timeout, settings)
+
+
 def _loss(start: Start, train: Callable[[Start], None], watch: LossWatch) -> str:
-    """Train until a rank is lost; return the error of that."""
+    """Train until a rank is lost, or more can train; return the error, if there is one."""
     try:
         train(start)
+        watch.close()  # the others may have met, and wait
     except SystemExit as end:
         watch.close()  # ranks that end first are not lost
         if start.group.leader == start.processes.own:

@@ -337,7 +337,7 @@ def train(
     if stop is None:
         return 0
     when = f"after iteration {loop.iteration}" if loop.iteration else "before the first iteration"
-    log.info("exiting %s: %s", when, stop.reason)
+    log.info("%s%s: %s", "" if stop.regroups else "exiting ", when, stop.reason)
     if not trainer.config.checkpoint.save:
         log.warning("nothing is saved: there is no --save folder")
     elif stop.is_urgent:
@@ -382,7 +382,10 @@ class Checkpointing(Callback):
     def after_iteration(self, loop: TrainingLoop, result: StepResult) -> None:
         trainer, config = loop.trainer, loop.trainer.config.checkpoint
         trainer.saver.poll()
-        if loop.is_ending or is_due(loop.iteration, config.save_interval) or self._is_late(loop):
+        # Processes that form a new group need no persistent checkpoint, if there are non-persistent ones.
+        regroups = loop.stop is not None and loop.stop.regroups
+        is_last = loop.is_ending and not (regroups and config.non_persistent_save_interval)
+        if is_last or is_due(loop.iteration, config.save_interval) or self._is_late(loop):
             if config.save:
                 loop.save()
             else:  # the data influenced the metrics too
@@ -390,7 +393,7 @@ class Checkpointing(Callback):
             if not loop.is_ending:
                 loop.request_stop(loop.stop_conditions.now())
                 self._saved_at = loop.stop_conditions.minutes
-        elif is_due(loop.iteration, config.non_persistent_save_interval):
+        elif regroups or is_due(loop.iteration, config.non_persistent_save_interval):
             loop.save_local()
 
     def _is_late(self, loop: TrainingLoop) -> bool:

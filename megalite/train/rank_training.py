@@ -89,7 +89,7 @@ def train_parsed_run(
         launch = Launch.from_environment()
     if not config.checkpoint.inprocess_restart:
         return _train_launched(parsed, providers, callbacks)
-    if launch.world_size == 1:
+    if launch.world_size == 1 and not config.checkpoint.join_run:
         notices = [*parsed.notices, "--inprocess-restart has no effect: the launcher has started one rank"]
         return _train_launched(parsed._replace(notices=notices), providers, callbacks)
     train = partial(_train_launched, parsed, providers, callbacks)
@@ -99,7 +99,7 @@ def train_parsed_run(
 def _train_launched(
     parsed: ParsedRun, providers: Providers, callbacks: Sequence[Callback], start: Start | None = None
 ) -> None:
-    """Train as the rank that the environment names.
+    """Train as the rank that the environment names; return if the processes form a new group.
 
     Args:
         start: this start, if the process may start again.
@@ -117,9 +117,6 @@ def _train_launched(
             prepare_process(config, notices, launch)
 
     with listen(config, launch) as signals:
-        # Exit inside the block, so that later signals do not change the exit status.
-        if config.parallel.layout == "manual":
-            raise SystemExit(train_rank(config, launch, signals, callbacks, providers, start=start))
 
         def train_in(trial: LayoutTrial) -> int:
             unused = _unused(trial.config, launch.world_size)
@@ -128,11 +125,18 @@ def _train_launched(
                 log.info("%s", line)
             return train_rank(trial.config, trial.launch, signals, callbacks, providers, trial.store, start)
 
-        configure_logging(launch.rank)
-        settings = settings_of(config)
-        raise SystemExit(
-            train_in_chosen_layout(config, parsed.set_fields, launch, settings, _with_vocabulary, train_in)
-        )
+        if config.parallel.layout == "manual":
+            status = train_rank(config, launch, signals, callbacks, providers, start=start)
+        else:
+            configure_logging(launch.rank)
+            settings = settings_of(config)
+            status = train_in_chosen_layout(
+                config, parsed.set_fields, launch, settings, _with_vocabulary, train_in
+            )
+        if start is not None and start.left_at is not None:
+            return
+        # Exit inside the block, so that later signals do not change the exit status.
+        raise SystemExit(status)
 
 
 def check_callbacks(callbacks: Sequence[Callback]) -> None:
@@ -269,8 +273,9 @@ def train_rank(
                 if is_own_model(providers.model):
                     warn_if_unverified(run)
                 states = resume(trainer, launch)
+                can_grow = start.can_grow if start is not None else lambda: False
                 stop_conditions = StopConditions(
-                    config.training, topology, signals, lease, config.checkpoint.layout_file
+                    config.training, topology, signals, lease, config.checkpoint.layout_file, can_grow
                 )
                 if start is not None:
                     start.writers = writers

@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -189,12 +189,14 @@ class Stop:
         reason: a clause for the log.
         status: the process's exit status.
         wants_requeue: whether a scheduler should start the run again.
+        regroups: whether the processes form a new group, and go on.
         is_urgent: whether the run must end soon; an evaluation is skipped or interrupted.
     """
 
     reason: str
     status: int = 0
     wants_requeue: bool = False
+    regroups: bool = False
     is_urgent: bool = False
 
 
@@ -214,6 +216,7 @@ class StopConditions:
     Args:
         lease: lease on the checkpoint folder, if there is one.
         layout_file: the file of --layout-file, if there is one.
+        can_grow: returns whether this rank knows of processes with which more ranks can train.
 
     Attributes:
         minutes: age of the run at the last check, the same on every rank.
@@ -227,12 +230,14 @@ class StopConditions:
         signals: StopSignals,
         lease: FolderLease | None = None,
         layout_file: str | None = None,
+        can_grow: Callable[[], bool] = lambda: False,
     ) -> None:
         self.config = config
         self.topology = topology
         self.signals = signals
         self.lease = lease
         self.layout_file = layout_file
+        self.can_grow = can_grow
         self.has_layout_file = False
         self._checked_at = 0, 0.0  # iteration and minutes
         self._iterations_between = 1
@@ -255,13 +260,13 @@ class StopConditions:
         return stop
 
     def now(self) -> Stop | None:
-        """Return why to stop now, or None; an all-reduce of five numbers.
+        """Return why to stop now, or None; an all-reduce of six numbers.
 
         Raises:
             LeaseLost: another run has taken over the checkpoint folder; raised on every rank.
         """
         config = self.config
-        minutes, is_off, which, is_lost, has_layout_file = self._agreed()
+        minutes, is_off, which, is_lost, has_layout_file, can_grow = self._agreed()
         self.minutes, self.has_layout_file = minutes, bool(has_layout_file)
         if is_lost:
             assert self.lease is not None
@@ -276,6 +281,8 @@ class StopConditions:
         if config.exit_duration_in_mins is not None and minutes > config.exit_duration_in_mins:
             reason = f"the run is older than --exit-duration-in-mins {config.exit_duration_in_mins:g}"
             return Stop(reason, wants_requeue=True)
+        if can_grow:
+            return Stop("processes have joined, and the run goes on with them", regroups=True)
         return None
 
     def raise_if_urgent(self) -> None:
@@ -288,7 +295,7 @@ class StopConditions:
             raise Stopped(stop)
 
     def _agreed(self) -> list[float]:
-        """Return age in minutes, kill switch, signal, lost lease, layout file: each one's maximum over ranks.
+        """Return the ranks' maxima of minutes, kill switch, signal, lost lease, layout file, `can_grow`.
 
         The tensor is on the host: a collective on the GPU would wait for all queued GPU work.
         """
@@ -302,6 +309,7 @@ class StopConditions:
                 0 if name is None else 1 + STOP_SIGNALS.index(name),
                 is_lost,
                 self.topology.rank == 0 and self.layout_file is not None and Path(self.layout_file).exists(),
+                self.can_grow(),
             ],
             dtype=torch.float64,
             device="cpu",

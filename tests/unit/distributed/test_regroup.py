@@ -15,17 +15,11 @@ from subprocess import PIPE
 import pytest
 from torch.distributed import HashStore
 
-from megalite.distributed import loss_watch, regroup
+from megalite.distributed import loss_watch, processes, regroup
 from megalite.distributed.loss_watch import LossWatch
-from megalite.distributed.regroup import (
-    Arrival,
-    HeldPart,
-    Past,
-    Process,
-    Processes,
-    TrainingGroup,
-    _open_store_at,
-)
+from megalite.distributed.processes import Process, _open_store_at
+from megalite.distributed.regroup import Arrival, HeldPart, Past, Processes, TrainingGroup
+from megalite.distributed.rendezvous import GLOO_INTERFACE, Launch
 from megalite.utils.errors import UserError
 
 PAST = Past([0, 1], 7, "tp 2", 0.0)
@@ -35,7 +29,10 @@ PAST = Past([0, 1], 7, "tp 2", 0.0)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (regroup, loss_watch):
         monkeypatch.setattr(module, "SILENCE_SECONDS", 2.0)
+    for module in (processes, regroup, loss_watch):
         monkeypatch.setattr(module, "ANSWER_SECONDS", 2.0)
+    monkeypatch.setattr(regroup, "_SETTLE_SECONDS", 0.3)
+    monkeypatch.setenv(GLOO_INTERFACE, "lo")
     monkeypatch.setattr(regroup, "_ARRIVAL_SECONDS", 2.0)
     monkeypatch.setattr(regroup, "_REJOIN_SECONDS", 0.5)
 
@@ -47,9 +44,10 @@ def run() -> Iterator[Callable[[int], list[Processes]]]:
 
     def make(number: int) -> list[Processes]:
         stores = [_open_store_at("127.0.0.1", 0) for _ in range(number)]
-        known = [Process(each // 2, each % 2, address) for each, (_, address) in enumerate(stores)]
+        known = {n: Process(str(n // 2), n % 2, address) for n, (_, address) in enumerate(stores)}
         made.extend(
-            Processes("run", each, known, store, HashStore(), {}) for each, (store, _) in enumerate(stores)
+            Processes("run", n, {**known}, store, HashStore(), {}, {"--lr": "1.0"}).publish()
+            for n, (store, _) in enumerate(stores)
         )
         return made
 
@@ -126,7 +124,7 @@ def test_the_environment_is_that_of_a_restarted_rank_of_torchrun(run) -> None:
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "3",
-        "MEGALITE_GENERATION": "run 3",
+        "MEGALITE_GENERATION": f"run 3 {host}:{port} {host}:{processes[3].known[2].address[1]}",
     }
 
 
@@ -194,6 +192,82 @@ def test_a_process_that_begins_again_is_waited_for_and_does_not_lead(run) -> Non
     again.leave()
 
 
+def joining(launch: Launch, of: Processes, lr: str = "1.0") -> Processes | None:
+    """A process of another launch that finds this one of the run."""
+    host, port = of.known[of.own].address
+    return Processes.of_run(launch, "run", ["127.0.0.1:9", f"{host}:{port}"], {"--lr": lr})
+
+
+def test_processes_of_another_launch_join(run) -> None:
+    """Two of them, which come to a run of two; then its leader is lost."""
+    first = run(2)
+    group = Meeting(first, 4).group(0, 1)
+    joiners = [joining(Launch(rank, 2, rank, 2), first[1]) for rank in (1, 0)]
+    late, early = joiners
+    assert early is not None
+    assert late is not None
+    assert late.own == early.own + 1  # neighbours, whoever comes first
+    waiting = Meeting(joiners, 4).results
+
+    def sees_them(number: int, size: int) -> bool:
+        return first[number].can_grow(group, lambda n: min(n, size))
+
+    wait_until(lambda: sees_them(0, 4))
+    assert not sees_them(0, 4)  # until others come
+    assert not sees_them(1, 4)  # it does not lead
+    meeting = Meeting(first, 4)
+    meeting.results |= waiting
+    second = meeting.group(0, 1, early.own, late.own)
+    assert first[1].known == {**first[0].known, **second.joined}
+    assert early.environment(second)["LOCAL_WORLD_SIZE"] == "2"
+    assert (first[1].num_launched, early.num_launched) == (2, 2)
+    first[0].leave()
+    Meeting([first[1], *joiners], 4).group(1, early.own, late.own)
+    for each in joiners:
+        each.leave()
+
+
+def test_a_process_that_joins_interrupts_no_run_that_it_cannot_enlarge(run) -> None:
+    (first,) = run(1)
+    group = Meeting([first], 1).group(0)
+    joiner = joining(Launch(0, 1, 0, 1), first)
+    result = Meeting([joiner], 1).results[joiner.own]
+    time.sleep(0.5)
+    assert not first.can_grow(group, lambda number: 1)
+    first.end(0)
+    with pytest.raises(SystemExit):
+        result.result(timeout=20)
+    joiner.leave()
+
+
+def test_a_process_that_joins_finds_the_next_leader(run) -> None:
+    first = run(2)
+    Meeting(first, 4).group(0, 1)
+    joiner = joining(Launch(0, 1, 0, 1), first[0])
+    waiting = Meeting([joiner], 4).results[joiner.own]
+    time.sleep(0.5)
+    first[0].leave()
+    alone = Meeting(first[1:], 1).group(1)
+    wait_until(lambda: first[1].can_grow(alone, lambda number: number))
+    assert list(Meeting(first[1:], 4).results[1].result(timeout=20).ranks) == [1, joiner.own]
+    assert list(waiting.result(timeout=20).ranks) == [1, joiner.own]
+    joiner.leave()
+
+
+def test_a_process_joins_only_the_run_of_the_lease_with_its_settings(run) -> None:
+    (first,) = run(1)
+    launch = Launch(0, 1, 0, 1)
+    host, port = first.known[0].address
+    assert Processes.of_run(launch, "another run", [f"{host}:{port}"], {}) is None
+    with pytest.raises(UserError, match=r"another --lr; --lr is 2.0 here and 1.0 there"):
+        joining(launch, first, lr="2.0")
+    joiner = joining(launch, first)
+    first.leave()
+    with pytest.raises(UserError, match="the processes of the run in --save have ended"):
+        joiner.meet(Arrival(), lambda number: number)
+    joiner.leave()
+
+
 def watched(processes: Sequence[Processes], group: TrainingGroup) -> list[LossWatch]:
     return [LossWatch(each, group) for each in processes]
 
@@ -237,7 +311,7 @@ def test_a_process_that_hangs_is_lost(run) -> None:
 
 
 STORE = """
-from megalite.distributed.regroup import _open_store_at
+from megalite.distributed.processes import _open_store_at
 store, (_, port) = _open_store_at("127.0.0.1", 0)
 print(port, flush=True)
 input()
@@ -248,7 +322,7 @@ def test_a_process_that_is_stopped_is_lost_though_it_accepts_connections(run) ->
     processes = run(2)
     with subprocess.Popen([sys.executable, "-c", STORE], stdin=PIPE, stdout=PIPE, text=True) as other:
         assert other.stdout is not None
-        processes[0].known[1] = Process(0, 1, ("127.0.0.1", int(other.stdout.readline())))
+        processes[0].known[1] = Process("0", 1, ("127.0.0.1", int(other.stdout.readline())))
         (watch,) = watched(processes[:1], TrainingGroup(0, 0, [0, 1], [], None))
         try:
             time.sleep(0.5)

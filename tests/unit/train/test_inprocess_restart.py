@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +32,8 @@ def config_with(spare_nodes: int = 0, tp: int = 1) -> Config:
 class FakeProcesses:
     """One process that is always in the next group; an OSError is a loss."""
 
-    rejoins = False
+    rejoins = joins = False
+    num_launched = 4
 
     def __init__(self) -> None:
         self.own, self.sizes, self.has_left, self.status = 0, [], False, None
@@ -109,6 +111,21 @@ def test_starts_that_train_nothing_are_not_repeated_for_ever(processes: FakeProc
     with pytest.raises(UserError, match="3 starts in a row have come no further: a rank is"):
         train_through_losses(config_with(), LAUNCH, {}, train)
     assert len(processes.sizes) == 4
+
+
+def test_a_run_goes_on_when_more_can_train(processes: FakeProcesses) -> None:
+    """The first start returns; it is no error, and the second one learns what it has done."""
+    pasts: list[Past | None] = []
+
+    def train(start: Start) -> None:
+        pasts.append(start.group.past)
+        if len(pasts) == 2:
+            raise SystemExit(0)
+        start.iteration, start.layout, start.left_at = 10, "tp 1", time.monotonic()
+
+    with pytest.raises(SystemExit):
+        train_through_losses(config_with(), LAUNCH, {}, train)
+    assert [past and past.iteration for past in pasts] == [None, 10]
 
 
 def test_some_nodes_must_be_left_to_train() -> None:
