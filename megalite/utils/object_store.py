@@ -37,12 +37,16 @@ def is_s3(path: str | None) -> bool:
 def local_folder(path: str, stage: str | None) -> Path:
     """Return the folder of this machine for what belongs to a URL of S3, or the path itself if it is none.
 
+    Its name has the endpoint, since each store has its own buckets.
+
     Args:
         stage: folder to put it in; by default the folder of temporary files.
     """
     if not is_s3(path):
         return Path(path)
     name = quote(path.removeprefix("s3://").rstrip("/"), safe="")
+    if (endpoint := _endpoint()) is not None:
+        name += "@" + quote(endpoint.rpartition("://")[2].rstrip("/"), safe=":")
     return Path(stage or tempfile.gettempdir()) / f"megalite-stage-{os.getuid()}" / name
 
 
@@ -377,11 +381,14 @@ def _info_of(listed: Mapping[str, Any]) -> ObjectInfo:
     return ObjectInfo(int(listed["size"]), str(listed["e_tag"]), str(listed["last_modified"]))
 
 
+def _endpoint() -> str | None:
+    return os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or None
+
+
 def _s3_options() -> dict[str, Any]:
     """Return what obstore does not find by itself: profiles of ~/.aws, and a plain-HTTP endpoint."""
     options: dict[str, Any] = {}
-    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
-    if endpoint is not None:
+    if (endpoint := _endpoint()) is not None:
         options["endpoint"] = endpoint
         options["client_options"] = {"allow_http": endpoint.startswith("http://")}
     if "AWS_ACCESS_KEY_ID" not in os.environ:
