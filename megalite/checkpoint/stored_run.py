@@ -9,8 +9,7 @@
 
 Objects cannot be renamed, so the names of tensor files are new in each save, and a checkpoint that replaces
 one of the same iteration takes over with its text files. What a killed run has uploaded without SHA256SUMS is
-deleted after the next save. The parts of a file that it was uploading are not visible: only a rule of the
-bucket can delete them (AbortIncompleteMultipartUpload).
+deleted after the first save of the next run, also the invisible parts of files that it was uploading.
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ from megalite.checkpoint.download import Download, make_stage, replacing_name
 from megalite.checkpoint.folder import (
     LATEST,
     NAME,
+    PREFIX,
     WITHDRAWN,
     Listing,
     Retention,
@@ -149,7 +149,21 @@ class StoredRun:
             self.objects.delete([f"{name}/{SUMS}"])  # first what makes it complete
             self._complete.discard(name)
             self._clean(name)
+        if cleans_up:
+            self._abort_uploads()
         return deleted
+
+    def _abort_uploads(self) -> None:
+        """Delete the parts of files that killed runs were uploading; no rank uploads anything now."""
+        try:
+            self.objects.abort_uploads(PREFIX)
+        except OSError as error:
+            log.warning(
+                "parts of files that a killed run was uploading can remain in %s (%s): give the bucket a "
+                "rule for incomplete multipart uploads",
+                self,
+                error.strerror or error,
+            )
 
     def withdraw(self, after: int, until: int) -> tuple[list[str], str | None]:
         """Mark the checkpoints by objects beside them."""

@@ -403,6 +403,32 @@ def test_a_run_that_was_paused_does_not_replace_its_successors_checkpoint(
     assert has_what_its_sums_name(server)
 
 
+def test_parts_of_dead_uploads_are_deleted_at_the_next_start(server: ObjectServer, topology, caplog) -> None:
+    """Not those of other runs."""
+
+    def leave(*names: str) -> None:
+        for name in names:
+            upload = f"dead {len(server.uploads)}&+"
+            server.uploads[upload], server.parts[upload] = name, {1: b"part"}
+
+    def left() -> list[str]:
+        return [server.uploads[upload] for upload in server.parts]
+
+    leave("b/run/iter_0000010/a b+c", "b/run2/iter_0000010/d", "b/run/iter_0000020/a", "b/run/own")
+    config = config_of(RUN)
+    with Saver(config.checkpoint, topology) as saver:
+        saver.save(contents_of(config, topology, 10), state(topology, 1.0))
+        saver.finish()
+        assert left() == ["b/run2/iter_0000010/d", "b/run/own"]
+        leave("b/run/iter_0000030/a")
+        saver.save(contents_of(config, topology, 20), state(topology, 2.0))
+    assert len(left()) == 3
+    with mock.patch.object(ObjectFolder, "_request", side_effect=OSError(5, "the store answers 501")):
+        saved(topology, 30, 3.0)
+    assert "can remain in s3://b/run (the store answers 501): give the bucket a rule for" in caplog.text
+    assert loaded(topology, config) == (30, 3.0)
+
+
 def test_training_does_not_wait_for_a_thread_that_has_failed(server: ObjectServer, topology) -> None:
     config = config_of(RUN)
     with Saver(config.checkpoint, topology) as saver:
