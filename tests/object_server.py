@@ -53,6 +53,7 @@ class ObjectServer(ThreadingHTTPServer):
         self.objects: dict[str, bytes] = {}
         self.written: dict[str, int] = {}  # time of each write, in seconds of a clock that counts writes
         self.parts: dict[str, dict[int, bytes]] = {}  # of multipart uploads, by id and number
+        self.uploads: dict[str, str] = {}  # objects of all multipart uploads, also ended ones, by id
         self.requests: list[ServedRequest] = []
         self.writes: list[tuple[str, str]] = []
         self.flips_in = ""
@@ -115,8 +116,8 @@ class _Handler(BaseHTTPRequestHandler):
             found = "".join(f"<Deleted><Key>{escape(key)}</Key></Deleted>" for key in keys)
             return self._send_xml("DeleteResult", found)
         if "uploads" in query:
-            upload = f"upload-{len(self.server.parts)}"
-            self.server.parts[upload] = {}
+            upload = f"upload-{len(self.server.uploads)}"
+            self.server.parts[upload], self.server.uploads[upload] = {}, name
             return self._send_xml("InitiateMultipartUploadResult", f"<UploadId>{upload}</UploadId>")
         parts = self.server.parts.pop(query["uploadId"][0])
         whole = b"".join(parts[number] for number in sorted(parts))
@@ -157,6 +158,8 @@ class _Handler(BaseHTTPRequestHandler):
         query = parse_qs(self.path.partition("?")[2])
         if "list-type" in query:
             return self._list(name, {key: values[0] for key, values in query.items()})
+        if "uploads" in parse_qs(self.path.partition("?")[2], keep_blank_values=True):
+            return self._list_uploads(name, query["prefix"][0])
         data = self.server.objects.get(name)
         if data is None:
             return self._send(404, b"<Error><Code>NoSuchKey</Code></Error>", with_body)
@@ -208,6 +211,16 @@ class _Handler(BaseHTTPRequestHandler):
             text += "<IsTruncated>true</IsTruncated>"
             text += f"<NextContinuationToken>{escape(page[-1])}</NextContinuationToken>"
         self._send_xml("ListBucketResult", text)
+
+    def _list_uploads(self, bucket: str, prefix: str) -> None:
+        """Show one upload at a time."""
+        start, names = f"{bucket}/{prefix}", self.server.uploads
+        found = [each for each in self.server.parts if names[each].startswith(start)]
+        text = f"<IsTruncated>{str(len(found) > 1).lower()}</IsTruncated>"
+        for each in found[:1]:
+            key = escape(names[each].partition("/")[2])
+            text += f"<Upload><Key>{key}</Key><UploadId>{escape(each)}</UploadId></Upload>"
+        self._send_xml("ListMultipartUploadsResult", text)
 
     def _send_xml(self, name: str, content: str) -> None:
         self._send(200, f"<{name}>{content}</{name}>".encode(), with_body=True)

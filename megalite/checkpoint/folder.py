@@ -26,7 +26,8 @@ LATEST = "latest"
 WITHDRAWN = "unaudited_"
 """Begins a name that marks a checkpoint that a later audit has made doubtful."""
 _MAX_NAME_BYTES = 256
-NAME = re.compile(r"iter_([0-9]{7,18})")
+PREFIX = "iter_"
+NAME = re.compile(rf"{PREFIX}([0-9]{{7,18}})")
 _REPLACED = re.compile(rf"\.{NAME.pattern}\.replaced")
 _UNFINISHED = re.compile(r"\.(iter_[0-9]{7,18}|latest|run_id)(\.[0-9a-f]{16})?\.(partial|replaced|deleted)")
 
@@ -45,7 +46,7 @@ class Listing(NamedTuple):
 
 def name_of(iteration: int) -> str:
     """Return the name of an iteration's checkpoint."""
-    return f"iter_{iteration:07d}"
+    return f"{PREFIX}{iteration:07d}"
 
 
 def iterations_in(folder: Path) -> dict[int, str]:

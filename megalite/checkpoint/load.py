@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +18,7 @@ from megalite.checkpoint.compatibility import (
     loads_optimizer,
     resumed_config,
 )
+from megalite.checkpoint.download import Download
 from megalite.checkpoint.folder import LATEST, Listing, iterations_in, list_checkpoints, name_of
 from megalite.checkpoint.full_tensors import OF_TRAINING
 from megalite.checkpoint.manifest import (
@@ -27,13 +28,14 @@ from megalite.checkpoint.manifest import (
     DamagedCheckpoint,
     Manifest,
     OtherFormat,
+    TensorBytes,
     damage_of,
     read_manifest,
 )
 from megalite.checkpoint.parameter_range import Tensors
 from megalite.checkpoint.progress import CallbackStates, TrainingProgress, states_of
-from megalite.checkpoint.stored_run import Download, StoredRun
-from megalite.checkpoint.tensor_files import read_tensors
+from megalite.checkpoint.stored_run import StoredRun
+from megalite.checkpoint.tensor_files import bytes_of, read_tensors, targets_of
 from megalite.config import CheckpointConfig, Config
 from megalite.data.corpus_record import DataRecord
 from megalite.distributed.topology import Topology
@@ -73,17 +75,22 @@ class _Finding(NamedTuple):
     is_other_format: bool = False
 
 
+Needs = Callable[[Manifest], Mapping[str, Sequence[TensorBytes]]]
+"""Returns what a rank needs of a checkpoint's files, by file; a `ValueError` if the checkpoint is damaged."""
+
+
 def choose_checkpoint(
-    folder: Path | StoredRun, topology: Topology, iteration: int | None = None
+    folder: Path | StoredRun, topology: Topology, iteration: int | None = None, needs: Needs = lambda _: {}
 ) -> Manifest | None:
     """Return the checkpoint that `latest` names, or the newest complete one before it; every rank calls this.
 
     All its bytes have been read and verified; the ranks divide the files among themselves. From object
-    storage, only the text files have been read: call `read_tensors` to download and verify the files that
-    this rank needs, and then close the manifest's `download`.
+    storage, the ranks of a node have downloaded and verified what they need: close the manifest's `download`
+    after reading it.
 
     Args:
         iteration: iteration to load; other checkpoints are then not considered.
+        needs: returns what this rank needs.
 
     Returns:
         The manifest; None if the folder has no checkpoint.
@@ -101,17 +108,20 @@ def choose_checkpoint(
     for notice in listing.notices:
         log.warning("%s", notice)
     damaged: list[str] = []
-    for name in listing.names:
-        manifest, problems = _verified(root / name, download, topology)
-        if manifest is not None:
-            if damaged:
-                log.warning("checkpoint %s is loaded instead", manifest.title)
-            return manifest
-        damaged.append(f"{name}: {'; '.join(problems)}")
-        if iteration is None and len(listing.names) > 1:
-            log.warning("checkpoint %s/%s is damaged and skipped: %s", folder, name, "; ".join(problems))
-    if download is not None:
-        download.close()
+    with ExitStack() as stack:
+        stack.enter_context(download or nullcontext())
+        for name in listing.names:
+            manifest, problems = _verified(root / name, download, topology)
+            if manifest is not None and download is not None:
+                problems = _download_problems(manifest, download, needs, topology)
+            if manifest is not None and not problems:
+                if damaged:
+                    log.warning("checkpoint %s is loaded instead", manifest.title)
+                stack.pop_all()
+                return manifest
+            damaged.append(f"{name}: {'; '.join(problems)}")
+            if iteration is None and len(listing.names) > 1:
+                log.warning("checkpoint %s/%s is damaged and skipped: %s", folder, name, "; ".join(problems))
     if not damaged:
         return None
     advice = "pass another --load-iteration" if iteration is not None else "load another"
@@ -130,7 +140,7 @@ def _begin_download(run: StoredRun, iteration: int | None, topology: Topology) -
     listing, token = topology.world.object_of_first((listing, token), "a listing of object storage")
     with topology.agreed():
         try:
-            return listing, Download(run, token)
+            return listing, Download(run.objects, run.stage, token)
         except OSError as error:
             raise UserError(
                 f"files of --load {run} cannot be stored ({error.strerror}: {error.filename}): pass "
@@ -202,12 +212,12 @@ def _verified(
             if download is None:
                 found = damage_of(manifest, manifest.files[topology.rank :: topology.world_size])
             else:  # what is downloaded is verified then
-                found = download.missing(checkpoint.name, manifest.files) if topology.rank == 0 else []
+                found = download.problems_of(manifest) if topology.rank == 0 else []
             finding = _Finding((), tuple(found), manifest.digests[INDEX])
         except DamagedCheckpoint as error:
             finding = _Finding(error.problems, is_other_format=isinstance(error, OtherFormat))
         except OSError as error:  # of the store or the stage: an older checkpoint would fail too
-            raise UserError(f"--load {error.filename} cannot be read: {error.strerror}") from None
+            raise _unreadable(error) from None
     findings = topology.world.gather_objects(finding, "checks of the checkpoint")
     problems = _problems(findings)
     if all(each.is_other_format for each in findings):
@@ -215,6 +225,25 @@ def _verified(
     if not problems and len({each.digest for each in findings}) > 1:
         raise _different(checkpoint.parent, f"{checkpoint.name} differs from rank to rank")
     return (None if problems else manifest), problems
+
+
+def _download_problems(manifest: Manifest, download: Download, needs: Needs, topology: Topology) -> list[str]:
+    """Download what this rank needs, and return the problems that any rank finds in it."""
+    with topology.agreed(), damage_named(manifest):
+        wanted = needs(manifest)
+    finding = _Finding()
+    with topology.agreed():  # waits for the slowest
+        try:
+            download.fetch(manifest, wanted)
+        except DamagedCheckpoint as error:
+            finding = _Finding(file_problems=error.problems)
+        except OSError as error:
+            raise _unreadable(error) from None
+    return _problems(topology.world.gather_objects(finding, "checks of the checkpoint"))
+
+
+def _unreadable(error: OSError) -> UserError:
+    return UserError(f"--load {error.filename} cannot be read: {error.strerror}")
 
 
 def _problems(findings: Sequence[_Finding]) -> list[str]:
@@ -434,16 +463,26 @@ def load_checkpoint(
     Raises:
         UserError: the checkpoint belongs to another model or run, or none can be read.
     """
-    manifest = choose_checkpoint(folder, topology, config.checkpoint.load_iteration)
+
+    def needs(manifest: Manifest) -> dict[str, list[TensorBytes]]:
+        sources = plan_load(manifest, tensors, config, topology, data).sources
+        return bytes_of(manifest, targets_of({name: tensors[name] for name in sources}, topology, sources))
+
+    manifest = choose_checkpoint(folder, topology, config.checkpoint.load_iteration, needs)
     if manifest is None:
         return None
-    with topology.agreed(), manifest.download or nullcontext():
-        try:
-            plan = plan_load(manifest, tensors, config, topology, data)
-            loaded = {name: tensors[name] for name in plan.sources}
-            read_tensors(manifest, loaded, topology, plan.sources)
-        except UserError:
-            raise
-        except (OSError, ValueError) as error:
-            raise DamagedCheckpoint(manifest.title, [str(error)]) from error
+    with topology.agreed(), manifest.download or nullcontext(), damage_named(manifest):
+        plan = plan_load(manifest, tensors, config, topology, data)
+        read_tensors(manifest, {name: tensors[name] for name in plan.sources}, topology, plan.sources)
         return plan
+
+
+@contextmanager
+def damage_named(manifest: Manifest) -> Iterator[None]:
+    """Raise errors of a checkpoint's contents and of its files as `DamagedCheckpoint`."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (OSError, ValueError) as error:
+        raise DamagedCheckpoint(manifest.title, [str(error)]) from error

@@ -17,9 +17,9 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -42,6 +42,10 @@ TEXTS = (RUN, CONFIG, INDEX)
 WRITTEN = "written"
 """Part of run.json with the times at which the checkpoint was begun and complete."""
 
+BLOCK_BYTES = 4 << 20
+_MAX_BLOCK_BYTES = 1 << 26
+_BLOCKS, _BLOCK_BYTES = "blocks", "block_bytes"
+"""Parts of index.json that a checkpoint in object storage has, so that a node can verify what it needs."""
 _SUM_LINE = re.compile(r"([0-9a-f]{64})  (.+)")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
 _CHUNK_BYTES = 1 << 20
@@ -108,18 +112,28 @@ class FileRecord:
     Attributes:
         sha256: hexadecimal digest of the file.
         tensors: its pieces, by tensor name.
+        blocks: digests of its blocks of `BLOCK_BYTES`, if parts of the file are to be verified alone.
     """
 
     name: str
     sha256: str
     tensors: Mapping[str, TensorRecord]
+    blocks: Sequence[str] = ()
+
+
+class TensorBytes(NamedTuple):
+    """Bytes of a tensor's piece in a file, from `begin` to `end`, which may be after the last."""
+
+    name: str
+    begin: int
+    end: int
 
 
 class FileSource(AbstractContextManager[object], Protocol):
     """Downloader of a checkpoint's tensor files, as a context manager that ends when nobody needs them."""
 
-    def fetch(self, name: str, files: Mapping[str, str | None]) -> None:
-        """Download files of the checkpoint of this name, each with its SHA-256, unless they are there."""
+    def fetch(self, manifest: Manifest, wanted: Mapping[str, Sequence[TensorBytes]]) -> None:
+        """Download and verify bytes of the checkpoint's files, unless they are there."""
         ...
 
     def url_of(self, checkpoint: Path) -> str:
@@ -136,6 +150,7 @@ class Manifest:
         config_text: content of config.yaml.
         tensors: pieces of each tensor, by name.
         digests: SHA-256 of every file except SHA256SUMS, by name.
+        blocks: SHA-256 of the blocks of `block_bytes` of tensor files that have such digests, by name.
         download: where the folder's tensor files come from, if the checkpoint is in object storage.
     """
 
@@ -144,6 +159,8 @@ class Manifest:
     config_text: str
     tensors: Mapping[str, tuple[TensorRecord, ...]]
     digests: Mapping[str, str]
+    blocks: Mapping[str, list[str]] = field(default_factory=dict)
+    block_bytes: int = BLOCK_BYTES
     download: FileSource | None = None
 
     @property
@@ -196,10 +213,12 @@ def seal(folder: Path, description: Mapping[str, Any], config_text: str, files: 
     assert len(set(names)) == len(names), "two writers of one file"
     versions = {"format": FORMAT, "megalite": megalite.__version__, "torch": torch.__version__}
     lines = (f" {json.dumps(name)}: {json.dumps(pieces[name])}" for name in sorted(pieces))
+    blocks = {file.name: list(file.blocks) for file in files if file.blocks}
+    more = f',\n"{_BLOCK_BYTES}": {BLOCK_BYTES},\n"{_BLOCKS}": {json.dumps(blocks)}' if blocks else ""
     texts = {
         RUN: json.dumps(versions | dict(description), indent=1) + "\n",
         CONFIG: config_text,
-        INDEX: '{"tensors": {\n' + ",\n".join(lines) + f'\n}},\n"files": {json.dumps(names)}}}\n',
+        INDEX: '{"tensors": {\n' + ",\n".join(lines) + f'\n}},\n"files": {json.dumps(names)}{more}}}\n',
     }
     digests = {file.name: file.sha256 for file in files}
     digests |= {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
@@ -241,10 +260,10 @@ def read_manifest(folder: Path) -> Manifest:
     reader = _Reader(folder)
     digests = reader.digests()
     description, config_text = reader.description(), reader.text(CONFIG)
-    tensors, files = reader.index()
+    tensors, files, blocks, block_bytes = reader.index()
     if unequal := digests.keys() ^ {*files, *TEXTS}:
         raise reader.damaged(f"{SUMS} and {INDEX} differ about {', '.join(sorted(unequal)[:3])}")
-    return Manifest(folder, description, config_text, tensors, digests)
+    return Manifest(folder, description, config_text, tensors, digests, blocks, block_bytes)
 
 
 def saved_config(manifest: Manifest) -> Config:
@@ -333,8 +352,13 @@ class _Reader:
             raise self.damaged(f"{RUN} belongs to iteration {iteration}, not to {name}")
         return description
 
-    def index(self) -> tuple[dict[str, tuple[TensorRecord, ...]], frozenset[str]]:
-        """Return the pieces by tensor, and the files; a file is directly in the folder, and not hidden."""
+    def index(
+        self,
+    ) -> tuple[dict[str, tuple[TensorRecord, ...]], frozenset[str], dict[str, list[str]], int]:
+        """Return the pieces by tensor, the files, and digests of their blocks, with the size of a block.
+
+        A file is directly in the folder, and not hidden.
+        """
         index = self._json(INDEX)
         try:
             files = index["files"]
@@ -349,9 +373,17 @@ class _Reader:
             }
             if not all(tensors.values()):
                 raise ValueError("a tensor has no pieces")
+            blocks, block_bytes = index.get(_BLOCKS, {}), index.get(_BLOCK_BYTES, BLOCK_BYTES)
+            if (
+                not blocks.keys() <= known
+                or type(block_bytes) is not int
+                or not 0 < block_bytes <= _MAX_BLOCK_BYTES
+                or not all(isinstance(digests, list) and digests for digests in blocks.values())
+            ):
+                raise ValueError("the digests of its blocks are malformed")
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise self.damaged(f"{INDEX} is damaged: {error}") from None
-        return tensors, known
+        return tensors, known, blocks, block_bytes
 
     def _check_format(self, description: dict[str, Any]) -> None:
         number = description.get("format")

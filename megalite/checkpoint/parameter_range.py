@@ -121,6 +121,20 @@ class ParameterRange:
         common = (mine.common(its) for mine, _ in self.boxes() for its in theirs)
         return sum((each if with_padding else each.common(self.full)).numel for each in common)
 
+    def span_of(self, other: ParameterRange) -> tuple[int, int]:
+        """Return the numbers of its first element that is in the other range, and of the one after the last.
+
+        The ranges are of one tensor; with no element in common, both numbers are 0.
+        """
+        begin, end = self.end - self.start, 0
+        theirs = [box for box, _ in other.boxes()]
+        for mine, at in self.boxes():
+            for common in filter(lambda box: box.numel, map(mine.common, theirs)):
+                first = _number_in(mine, common.starts)
+                last = _number_in(mine, tuple(end - 1 for end in common.ends))
+                begin, end = min(begin, at + first), max(end, at + last + 1)
+        return (begin, end) if end else (0, 0)
+
     @property
     def _bounds(self) -> Box:
         """Return a box with all elements: the box of the slice, from its first row to its last row."""
@@ -155,6 +169,14 @@ def _boxes_of_row(shape: tuple[int, ...], row: int, start: int, end: int) -> Ite
     base = row * math.prod(shape[1:])
     for (starts, sizes), at in _boxes(shape[1:], start - base, end - base):
         yield Box((row, *starts), (1, *sizes)), at + base
+
+
+def _number_in(box: Box, index: Sequence[int]) -> int:
+    """Return the number of the element of a box with this index in the full tensor."""
+    number = 0
+    for start, size, at in zip(box.starts, box.shape, index, strict=True):
+        number = number * size + at - start
+    return number
 
 
 def are_disjoint(ranges: Iterable[ParameterRange]) -> bool:

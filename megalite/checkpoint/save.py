@@ -239,21 +239,34 @@ class Save:
             self.is_written.set()
             return "[]"
         with ThreadPoolExecutor(len(files), "write-checkpoint") as pool:
-            records = list(pool.map(lambda name, pieces: write_file(partial / name, pieces), names, files))
+            records = list(
+                pool.map(
+                    lambda name, pieces: write_file(partial / name, pieces, has_blocks=self.folder.uploads),
+                    names,
+                    files,
+                )
+            )
         self.is_written.set()
         self.folder.send(partial, self.name, names)
         return json.dumps(
             [
-                [file.name, file.sha256, {name: record.record() for name, record in file.tensors.items()}]
+                [
+                    file.name,
+                    file.sha256,
+                    {name: record.record() for name, record in file.tensors.items()},
+                    file.blocks,
+                ]
                 for file in records
             ]
         )
 
     def _commit(self, partial: Path, records: Sequence[str], start_time: float) -> None:
         files = [
-            FileRecord(name, sha256, {each: TensorRecord.from_record(part) for each, part in parts.items()})
+            FileRecord(
+                name, sha256, {each: TensorRecord.from_record(part) for each, part in parts.items()}, blocks
+            )
             for record in records
-            for name, sha256, parts in json.loads(record)
+            for name, sha256, parts, blocks in json.loads(record)
         ]
         contents = self.contents
         # Both times in seconds since 1970: the dates of files change when a folder is copied.

@@ -5,31 +5,31 @@
     s3://bucket/run/latest                    as in a folder (see `folder`), and so is lease.N (see `lease`)
 
     STAGE/bucket%2Frun/.iter_0000020.5f3a….partial   files that this node's ranks have written and now upload
-    STAGE/bucket%2Frun/.load.91c4…/iter_0000010/     files that this node's ranks load
+    STAGE/bucket%2Frun/.load.91c4…/iter_0000010/     what this node's ranks load (see `download`)
 
 Objects cannot be renamed, so the names of tensor files are new in each save, and a checkpoint that replaces
 one of the same iteration takes over with its text files. What a killed run has uploaded without SHA256SUMS is
-deleted after the next save. The parts of a file that it was uploading are not visible: only a rule of the
-bucket can delete them (AbortIncompleteMultipartUpload).
+deleted after the first save of the next run, also the invisible parts of files that it was uploading.
 """
 
 from __future__ import annotations
 
 import argparse
 import errno
-import fcntl
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from megalite.checkpoint.download import Download, make_stage, replacing_name
 from megalite.checkpoint.folder import (
     LATEST,
     NAME,
+    PREFIX,
     WITHDRAWN,
     Listing,
     Retention,
@@ -40,14 +40,11 @@ from megalite.checkpoint.folder import (
     outdated,
     read_latest_from,
 )
-from megalite.checkpoint.manifest import SUMS, TEXTS, DamagedCheckpoint, digests_in, parse_sums, read_manifest
+from megalite.checkpoint.manifest import SUMS, TEXTS, digests_in, parse_sums, read_manifest
 from megalite.utils.errors import UserError
-from megalite.utils.files import check_owner, no_follow, open_shared, partial_name, url_problem
+from megalite.utils.files import partial_name, url_problem
 from megalite.utils.log import log
 from megalite.utils.object_store import ObjectFolder, is_s3, local_folder
-
-_LOADED = ".load."
-"""Begins the name of a folder of files that are being loaded."""
 
 
 @dataclass(frozen=True)
@@ -97,16 +94,6 @@ class StoredRun:
             return False
         return True
 
-    def make_stage(self) -> None:
-        """Create the stage; no other user may be able to change what is in it.
-
-        Raises:
-            PermissionError: another user owns it, or may write to it.
-        """
-        self.stage.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        check_owner(self.stage.parent)
-        self.stage.mkdir(exist_ok=True)
-
     def partial(self, name: str) -> Path:
         return self.stage / name
 
@@ -115,7 +102,7 @@ class StoredRun:
 
     def join(self, partial: Path) -> None:
         """Create the folder, and delete those of earlier saves: one run at a time saves here."""
-        self.make_stage()
+        make_stage(self.stage)
         for old in self.stage.glob(".iter_*.partial"):
             if old != partial:
                 shutil.rmtree(old, ignore_errors=True)
@@ -138,7 +125,7 @@ class StoredRun:
         """
         digests = digests_in(partial)
         before = self._version_of(f"{name}/{SUMS}"), self._version_of(LATEST)
-        replacing = {text: f"{name}/{_replacing(text, digests[text])}" for text in TEXTS}
+        replacing = {text: f"{name}/{replacing_name(text, digests[text])}" for text in TEXTS}
         for text in TEXTS:
             self.objects.upload(replacing[text], partial / text)
         check()
@@ -162,7 +149,21 @@ class StoredRun:
             self.objects.delete([f"{name}/{SUMS}"])  # first what makes it complete
             self._complete.discard(name)
             self._clean(name)
+        if cleans_up:
+            self._abort_uploads()
         return deleted
+
+    def _abort_uploads(self) -> None:
+        """Delete the parts of files that killed runs were uploading; no rank uploads anything now."""
+        try:
+            self.objects.abort_uploads(PREFIX)
+        except OSError as error:
+            log.warning(
+                "parts of files that a killed run was uploading can remain in %s (%s): give the bucket a "
+                "rule for incomplete multipart uploads",
+                self,
+                error.strerror or error,
+            )
 
     def withdraw(self, after: int, until: int) -> tuple[list[str], str | None]:
         """Mark the checkpoints by objects beside them."""
@@ -188,7 +189,11 @@ class StoredRun:
         known = set[str]()
         with suppress(FileNotFoundError):
             digests = parse_sums(self.objects.read(f"{name}/{SUMS}").decode())
-            known = {SUMS, *digests, *(_replacing(text, digests[text]) for text in TEXTS if text in digests)}
+            known = {
+                SUMS,
+                *digests,
+                *(replacing_name(text, digests[text]) for text in TEXTS if text in digests),
+            }
         found = self.objects.list_all(name)
         self.objects.delete([each for each in found if each.removeprefix(f"{name}/") not in known])
         if known:
@@ -208,119 +213,6 @@ class StoredRun:
         except (FileExistsError, FileNotFoundError):
             if self.objects.read(name) != content:  # else it was written, and the answer was lost
                 raise OSError(errno.EBUSY, "another run has written it", f"{self}/{name}") from None
-
-
-class Download:
-    """Files of stored checkpoints in a folder of this node, which its processes fill together; a context.
-
-    Args:
-        token: the same text in all processes that share the files.
-
-    Raises:
-        OSError: the constructor cannot write to the stage; a method cannot read the store or write a file.
-    """
-
-    def __init__(self, run: StoredRun, token: str) -> None:
-        self._run = run
-        self.folder = run.stage / f"{_LOADED}{token}"
-        run.make_stage()
-        self._remove_abandoned()
-        # Processes hold the lock while they need the folder: the last one deletes it.
-        self._lock_file = Path(f"{self.folder}.lock")
-        self._lock = open_shared(self._lock_file)
-        self.folder.mkdir(exist_ok=True)
-
-    def __enter__(self) -> Download:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def url_of(self, checkpoint: Path) -> str:
-        """Return the URL of a checkpoint in the folder."""
-        return f"{self._run}/{checkpoint.name}"
-
-    def fetch_texts(self, name: str) -> None:
-        """Download the text files of a checkpoint; one that is not there remains missing."""
-        digests: Mapping[str, str | None] = {}
-        with suppress(FileNotFoundError):
-            self.fetch(name, {SUMS: None})
-            digests = digests_in(self.folder / name)
-        for text in TEXTS:
-            with suppress(FileNotFoundError):
-                self.fetch(name, {text: digests.get(text)})
-
-    def missing(self, name: str, files: Sequence[str]) -> list[str]:
-        """Return the problems of files of a checkpoint that the store does not have."""
-        found = self._run.objects.list_all(name)
-        return [f"{file} is missing" for file in files if f"{name}/{file}" not in found]
-
-    def fetch(self, name: str, files: Mapping[str, str | None]) -> None:
-        """Download files of a checkpoint that are not here yet; each is downloaded by one process.
-
-        Args:
-            files: names, each with its SHA-256 if it is to be verified.
-
-        Raises:
-            DamagedCheckpoint: a file has other contents, also in a second download.
-        """
-        folder = self.folder / name
-        folder.mkdir(exist_ok=True)
-        first = os.getpid() % max(len(files), 1)  # so that processes begin with different files
-        left = [*sorted(files)[first:], *sorted(files)[:first]]
-        for waits in (False, True):  # first those that nobody else downloads now
-            left = [file for file in left if not self._fetch(folder, file, files[file], waits)]
-
-    def close(self) -> None:
-        """Delete the files, if no other process needs them any more."""
-        with suppress(OSError):
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(self.folder, ignore_errors=True)
-            self._lock_file.unlink()
-        self._lock.close()
-
-    def _fetch(self, folder: Path, file: str, digest: str | None, waits: bool) -> bool:
-        """Download a file; return False if another process is at it, unless this one waits for that."""
-        with open(folder / f".{file}.lock", "ab", opener=no_follow) as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
-            except BlockingIOError:
-                return False
-            if not (folder / file).exists():
-                partial = partial_name(folder / file)
-                self._download(folder, file, digest, partial)
-                partial.rename(folder / file)
-        return True
-
-    def _download(self, folder: Path, file: str, digest: str | None, target: Path) -> None:
-        """Download a file; wrong bytes are read again once."""
-        sources = [file, file, *([_replacing(file, digest)] if digest and file in TEXTS else [])]
-        problem: Exception | None = None
-        for source in sources:
-            try:
-                found = self._run.objects.download(f"{folder.name}/{source}", target)
-            except FileNotFoundError as error:
-                problem = problem or error
-                continue
-            if digest in (None, found):
-                return
-            what = f"{file} has other contents than {SUMS} says"
-            problem = DamagedCheckpoint(self.url_of(folder), [what])
-        assert problem is not None
-        raise problem
-
-    def _remove_abandoned(self) -> None:
-        """Delete the folders of processes that were killed."""
-        for lock in self._run.stage.glob(f"{_LOADED}*.lock"):
-            with suppress(OSError), open(lock, "ab", opener=no_follow) as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(str(lock).removesuffix(".lock"), ignore_errors=True)
-                lock.unlink()
-
-
-def _replacing(text: str, digest: str) -> str:
-    """Return the name of a text file while it replaces that of an earlier save of the same iteration."""
-    return f"{text}.{digest[:16]}"
 
 
 def iterations_at(folder: Path | StoredRun) -> dict[int, str]:
@@ -370,7 +262,7 @@ def local_copy(
             names = listing.names[:last] if iteration is None else (name_of(iteration),)
             if names[0] not in listing.names:
                 raise UserError(f"{folder} has no {names[0]}: it has {', '.join(sorted(listing.names))}")
-            download = stack.enter_context(Download(folder, secrets.token_hex(8)))
+            download = stack.enter_context(Download(folder.objects, folder.stage, secrets.token_hex(8)))
             with suppress(FileNotFoundError):
                 (download.folder / LATEST).write_bytes(folder.objects.read(LATEST))
             for name in listing.names:
@@ -400,4 +292,4 @@ def _copy(run: StoredRun, download: Download, name: str, parts: CopiedParts) -> 
     log.info("downloading %s/%s", run, name)
     for file in manifest.files:
         with suppress(FileNotFoundError) if parts == "all" else nullcontext():
-            download.fetch(name, {file: manifest.digests[file] if parts == "verified" else None})
+            download.fetch_whole(name, {file: manifest.digests[file] if parts == "verified" else None})

@@ -9,6 +9,7 @@ import json
 import math
 import mmap
 import os
+import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,7 +21,15 @@ import safetensors
 import torch
 from torch import Tensor
 
-from megalite.checkpoint.manifest import FileRecord, Manifest, TensorRecord, dtype_name, dtype_of
+from megalite.checkpoint.manifest import (
+    BLOCK_BYTES,
+    FileRecord,
+    Manifest,
+    TensorBytes,
+    TensorRecord,
+    dtype_name,
+    dtype_of,
+)
 from megalite.checkpoint.parameter_range import ParameterRange, Tensors, are_disjoint, elements_of
 from megalite.distributed.topology import Topology
 from megalite.utils.files import file_system_of
@@ -148,11 +157,12 @@ class FilePiece:
         return self.tensor.numel() * self.tensor.element_size()
 
 
-def write_file(file: Path, pieces: Mapping[str, FilePiece]) -> FileRecord:
+def write_file(file: Path, pieces: Mapping[str, FilePiece], *, has_blocks: bool = False) -> FileRecord:
     """Write pieces to a new file; it is on disk when this returns.
 
     Args:
         pieces: pieces by name, in host memory; a tensor that is not contiguous is copied.
+        has_blocks: whether to record digests of the file's blocks too, which takes another core as long.
 
     Raises:
         OSError: the file cannot be written; a partial file remains.
@@ -166,7 +176,8 @@ def write_file(file: Path, pieces: Mapping[str, FilePiece]) -> FileRecord:
     chunks = [memoryview(header)]
     for name in order:
         chunks += _chunks(pieces[name].tensor)
-    hashing = _Hashing(chunks)
+    sizes = [sys.maxsize, BLOCK_BYTES] if has_blocks else [sys.maxsize]
+    hashings = [_Hashing(chunks, size) for size in sizes]
     try:
         target = DiskFile(file)
         try:
@@ -176,29 +187,31 @@ def write_file(file: Path, pieces: Mapping[str, FilePiece]) -> FileRecord:
         finally:
             target.close()
     except BaseException:
-        hashing.stop()
+        for hashing in hashings:
+            hashing.stop()
         raise
     records = {
         name: TensorRecord(file.name, dtype_name(piece.tensor.dtype), piece.range)
         for name, piece in pieces.items()
     }
-    return FileRecord(file.name, hashing.digest(), records)
+    (sha256,), *blocks = [hashing.digests() for hashing in hashings]
+    return FileRecord(file.name, sha256, records, *blocks)
 
 
 class _Hashing:
-    """SHA-256 of consecutive chunks, computed in a separate thread."""
+    """SHA-256 of each block of `block_bytes` of consecutive chunks, computed in a separate thread."""
 
-    def __init__(self, chunks: Sequence[memoryview]) -> None:
-        self._chunks = chunks
-        self._hash = hashlib.sha256()
+    def __init__(self, chunks: Sequence[memoryview], block_bytes: int) -> None:
+        self._chunks, self._block_bytes = chunks, block_bytes
+        self._digests: list[str] = []
         self._is_stopped = False
         self._thread = threading.Thread(target=self._run, name="hash-checkpoint", daemon=True)
         self._thread.start()
 
-    def digest(self) -> str:
-        """Wait for the hexadecimal digest and return it."""
+    def digests(self) -> list[str]:
+        """Wait for the hexadecimal digests and return them."""
         self._thread.join()
-        return self._hash.hexdigest()
+        return self._digests
 
     def stop(self) -> None:
         """Stop early; the memory can be overwritten afterwards."""
@@ -206,10 +219,17 @@ class _Hashing:
         self._thread.join()
 
     def _run(self) -> None:
+        digest, left = hashlib.sha256(), self._block_bytes
         for chunk in self._chunks:
-            if self._is_stopped:
-                return
-            self._hash.update(chunk)
+            while len(chunk) and not self._is_stopped:
+                if left == 0:
+                    self._digests.append(digest.hexdigest())
+                    digest, left = hashlib.sha256(), self._block_bytes
+                part = chunk[:left]
+                digest.update(part)
+                left -= len(part)
+                chunk = chunk[len(part) :]
+        self._digests.append(digest.hexdigest())
 
 
 def safetensors_header(
@@ -254,17 +274,15 @@ def read_tensors(
     Raises:
         ValueError: a file cannot be read, a tensor has another shape or dtype, or elements are in no file.
     """
-    read_targets(
-        manifest,
-        [
-            ReadTarget(
-                (sources or {}).get(name, name),
-                elements_of(tensor),
-                ParameterRange.of(tensor, topology),
-            )
-            for name, tensor in tensors.items()
-        ],
-    )
+    read_targets(manifest, targets_of(tensors, topology, sources or {}))
+
+
+def targets_of(tensors: Tensors, topology: Topology, sources: Mapping[str, str]) -> list[ReadTarget]:
+    """Return this rank's elements as targets; see `read_tensors`."""
+    return [
+        ReadTarget(sources.get(name, name), elements_of(tensor), ParameterRange.of(tensor, topology))
+        for name, tensor in tensors.items()
+    ]
 
 
 class ReadTarget:
@@ -298,6 +316,14 @@ class ReadTarget:
             for each, record in zip(ranges, distinct.values(), strict=True)
             if self.range.num_common(each, with_padding=True)
         ]
+
+    def bytes_in(self, record: TensorRecord) -> TensorBytes:
+        """Return the bytes of a piece from the first element of the target to the last."""
+        if record.range is None:
+            return TensorBytes(self.name, 0, sys.maxsize)
+        begin, end = record.range.span_of(self.range)
+        itemsize = dtype_of(record.dtype).itemsize
+        return TensorBytes(self.name, begin * itemsize, end * itemsize)
 
     @torch.no_grad()
     def copy_from(self, saved: Tensor, record: TensorRecord) -> None:
@@ -340,18 +366,37 @@ class ReadTarget:
             )
 
 
-def read_targets(manifest: Manifest, targets: Iterable[ReadTarget]) -> None:
+def read_targets(manifest: Manifest, targets: Sequence[ReadTarget]) -> None:
     """Fill the targets; raise the same errors as `read_tensors`, and those of `Download.fetch`."""
-    wanted: dict[str, list[tuple[ReadTarget, TensorRecord]]] = {}
-    for target in targets:
-        for record in target.pieces(manifest.tensors.get(target.name, ())):
-            wanted.setdefault(record.file, []).append((target, record))
     if manifest.download is not None:
-        manifest.download.fetch(manifest.folder.name, {file: manifest.digests[file] for file in wanted})
+        manifest.download.fetch(manifest, bytes_of(manifest, targets))
+    wanted = _pieces_by_file(manifest, targets)
     for file in sorted(wanted):
         with open_tensors(manifest, file) as handle:
             for target, record in wanted[file]:
                 target.copy_from(handle.get_tensor(target.name), record)
+
+
+def bytes_of(manifest: Manifest, targets: Iterable[ReadTarget]) -> dict[str, list[TensorBytes]]:
+    """Return the bytes of files that the targets need, by file.
+
+    Raises:
+        ValueError: see `ReadTarget.pieces`.
+    """
+    return {
+        file: [target.bytes_in(record) for target, record in pieces]
+        for file, pieces in _pieces_by_file(manifest, targets).items()
+    }
+
+
+def _pieces_by_file(
+    manifest: Manifest, targets: Iterable[ReadTarget]
+) -> dict[str, list[tuple[ReadTarget, TensorRecord]]]:
+    pieces: dict[str, list[tuple[ReadTarget, TensorRecord]]] = {}
+    for target in targets:
+        for record in target.pieces(manifest.tensors.get(target.name, ())):
+            pieces.setdefault(record.file, []).append((target, record))
+    return pieces
 
 
 @contextmanager

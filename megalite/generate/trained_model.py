@@ -16,8 +16,8 @@ from megalite.attention.choice import build_core
 from megalite.attention.core import StageCore
 from megalite.checkpoint.convert.model_settings import parameters_of, without_training_buffers
 from megalite.checkpoint.full_tensors import check_averages, check_weights
-from megalite.checkpoint.load import choose_checkpoint
-from megalite.checkpoint.manifest import CONFIG, DamagedCheckpoint, Manifest, saved_config
+from megalite.checkpoint.load import choose_checkpoint, damage_named
+from megalite.checkpoint.manifest import CONFIG, DamagedCheckpoint, Manifest, TensorBytes, saved_config
 from megalite.checkpoint.stored_run import StoredRun, run_at
 from megalite.checkpoint.tensor_files import read_tensors
 from megalite.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainingConfig, check_config
@@ -209,7 +209,17 @@ def open_trained(flags: ModelFlags, topology: Topology) -> TrainedModel:
     Raises:
         UserError: no checkpoint is complete, or its model does not fit the layout. Every rank raises it.
     """
-    manifest = choose_checkpoint(flags.load, topology, flags.iteration)
+    prefix = "ema." if flags.ema else "model."
+
+    def needs(manifest: Manifest) -> dict[str, list[TensorBytes]]:
+        """Return all weights: the layout does not say yet which of them this rank reads."""
+        wanted: dict[str, list[TensorBytes]] = {}
+        for name, pieces in manifest.tensors.items():
+            for piece in pieces if name.startswith(prefix) else ():
+                wanted.setdefault(piece.file, []).append(TensorBytes(name, 0, sys.maxsize))
+        return wanted
+
+    manifest = choose_checkpoint(flags.load, topology, flags.iteration, needs)
     if manifest is None:
         raise UserError(f"--load {flags.load} has no checkpoint: pass the --save folder of a run")
     with topology.agreed():
@@ -223,7 +233,7 @@ def open_trained(flags: ModelFlags, topology: Topology) -> TrainedModel:
         if flags.dtype is not None:
             model = replace(model, params_dtype=flags.dtype)  # type: ignore[arg-type]  # one of its choices
         _check_layout(model, flags, topology.world_size)
-    return TrainedModel(manifest, replace(config, model=model), "ema." if flags.ema else "model.")
+    return TrainedModel(manifest, replace(config, model=model), prefix)
 
 
 def _check_layout(model: ModelConfig, flags: ModelFlags, world_size: int) -> None:
@@ -283,10 +293,8 @@ def load_model(
     }
     with topology.agreed(), trained.manifest.download or nullcontext():
         check_weights(trained.manifest, parameters_of(model), model.num_layers)
-        try:
+        with damage_named(trained.manifest):
             read_tensors(trained.manifest, parts, topology)
-        except (OSError, ValueError) as error:
-            raise DamagedCheckpoint(trained.manifest.title, [str(error)]) from error
     return stage.eval()
 
 

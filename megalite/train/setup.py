@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from megalite import kernels
+from megalite.checkpoint.download import make_stage
 from megalite.checkpoint.folder import LATEST
 from megalite.checkpoint.load import LoadPlan
 from megalite.checkpoint.progress import CallbackStates
@@ -284,7 +285,7 @@ def check_checkpoint_folders(config: CheckpointConfig, launch: Launch, topology:
         for folder in filter(None, (config.load, config.save)):
             if run := StoredRun.at(folder, config.save_stage):
                 try:
-                    run.make_stage()
+                    make_stage(run.stage)
                 except OSError as error:
                     raise UserError(
                         f"{run.stage.parent} cannot be used ({error.strerror}): pass another --save-stage"

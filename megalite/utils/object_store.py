@@ -15,10 +15,16 @@ from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from datetime import timedelta
+from http import HTTPStatus
+from http.client import HTTPException
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
+from urllib.error import HTTPError
 from urllib.parse import quote
+from urllib.request import Request, urlopen
+from xml.etree import ElementTree
 
 from megalite.utils.errors import UserError, first_line
 from megalite.utils.files import new_file
@@ -37,12 +43,16 @@ def is_s3(path: str | None) -> bool:
 def local_folder(path: str, stage: str | None) -> Path:
     """Return the folder of this machine for what belongs to a URL of S3, or the path itself if it is none.
 
+    Its name has the endpoint, since each store has its own buckets.
+
     Args:
         stage: folder to put it in; by default the folder of temporary files.
     """
     if not is_s3(path):
         return Path(path)
     name = quote(path.removeprefix("s3://").rstrip("/"), safe="")
+    if (endpoint := _endpoint()) is not None:
+        name += "@" + quote(endpoint.rpartition("://")[2].rstrip("/"), safe=":")
     return Path(stage or tempfile.gettempdir()) / f"megalite-stage-{os.getuid()}" / name
 
 
@@ -257,15 +267,15 @@ class ObjectFolder:
             raise UserError(
                 f"{url} needs a package that is not installed: pip install 'megalite[storage]'"
             ) from None
-        bucket, _, self._prefix = url.removeprefix("s3://").rstrip("/").partition("/")
-        if not bucket:
+        self._bucket, _, self._prefix = url.removeprefix("s3://").rstrip("/").partition("/")
+        if not self._bucket:
             raise UserError(f"{url} names no bucket: write s3://BUCKET/FOLDER")
         if self._prefix and not {"", ".", ".."}.isdisjoint(self._prefix.split("/")):
             raise UserError(f"{url} has an empty part, or . or ..: write s3://BUCKET/FOLDER")
         self.url = url.rstrip("/")
         self._obstore = obstore
         with _named_errors(url):
-            self._store = obstore.store.S3Store(bucket, **_s3_options())
+            self._store = obstore.store.S3Store(self._bucket, **_s3_options())
 
     def list_all(self, folder: str) -> dict[str, ObjectInfo]:
         """Return all objects under a folder's name, by name."""
@@ -345,6 +355,51 @@ class ObjectFolder:
         with self._as_os_errors(""):
             self._obstore.delete(self._store, [self._path(name) for name in names])
 
+    def abort_uploads(self, prefix: str) -> None:
+        """Delete the invisible parts of objects whose name begins so and whose upload did not end.
+
+        Raises:
+            OSError: also if the store cannot list uploads.
+        """
+        listing = f"uploads=&prefix={quote(self._path(prefix), safe='')}"
+        for _ in range(_MAX_PAGES):
+            try:
+                page = ElementTree.fromstring(self._request("GET", "", listing))
+            except ElementTree.ParseError:
+                raise OSError(errno.EIO, "the store does not list uploads", self.url) from None
+            for upload in page.findall("{*}Upload"):
+                key, number = (upload.findtext(f"{{*}}{field}") or "" for field in ("Key", "UploadId"))
+                self._request("DELETE", f"/{quote(key)}", f"uploadId={quote(number, safe='')}")
+            if page.findtext("{*}IsTruncated") != "true":
+                break
+
+    def _request(self, method: Literal["GET", "DELETE"], path: str, query: str) -> bytes:
+        """Send a request that obstore has no function for, signed by it.
+
+        It signs URLs of objects. Here, the name of the object is the value of a last parameter, `x-id`, which
+        stores ignore: AWS's own clients add it.
+
+        Args:
+            path: encoded path after the bucket.
+        """
+        with self._as_os_errors(""):
+            lifetime = timedelta(minutes=5)
+            base = self._obstore.sign(self._store, method, "x", lifetime).partition("?")[0][: -len("/x")]
+            options = _s3_options() | {"virtual_hosted_style_request": True}
+            options["endpoint"] = f"{base}{path}?{query}&x-id="
+            options["client_options"] = {"allow_http": base.startswith("http://")}
+            store = self._obstore.store.S3Store(self._bucket, **options)
+            request = Request(self._obstore.sign(store, method, "x", lifetime), method=method)
+        try:
+            with urlopen(request, timeout=_TIMEOUT_SECONDS) as answer:
+                return bytes(answer.read())
+        except HTTPError as error:
+            if error.code == HTTPStatus.NOT_FOUND:
+                return b""
+            raise OSError(errno.EIO, f"the store answers {error.code}", self.url) from None
+        except HTTPException as error:
+            raise OSError(errno.EIO, first_line(error), self.url) from None
+
     def _path(self, name: str) -> str:
         return "/".join(filter(None, (self._prefix, name)))
 
@@ -369,6 +424,8 @@ class ObjectFolder:
 
 _PART_BYTES = 16 << 20
 _MAX_PARTS = 9_000  # S3 allows 10,000
+_MAX_PAGES = 100
+_TIMEOUT_SECONDS = 30.0
 _NUM_REQUESTS = 4
 """Parts of an object that travel at a time."""
 
@@ -377,11 +434,14 @@ def _info_of(listed: Mapping[str, Any]) -> ObjectInfo:
     return ObjectInfo(int(listed["size"]), str(listed["e_tag"]), str(listed["last_modified"]))
 
 
+def _endpoint() -> str | None:
+    return os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or None
+
+
 def _s3_options() -> dict[str, Any]:
     """Return what obstore does not find by itself: profiles of ~/.aws, and a plain-HTTP endpoint."""
     options: dict[str, Any] = {}
-    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
-    if endpoint is not None:
+    if (endpoint := _endpoint()) is not None:
         options["endpoint"] = endpoint
         options["client_options"] = {"allow_http": endpoint.startswith("http://")}
     if "AWS_ACCESS_KEY_ID" not in os.environ:

@@ -109,24 +109,24 @@ class Gate:
     def open(self) -> None:
         self._opened.set()
 
-    def __call__(self, file: Path, pieces: Mapping[str, FilePiece]) -> FileRecord:
+    def __call__(self, file: Path, pieces: Mapping[str, FilePiece], **options: Any) -> FileRecord:
         self.reached.set()
         assert self._opened.wait(600.0)
-        return write_file(file, pieces)
+        return write_file(file, pieces, **options)
 
 
-def full_disk(file: Path, pieces: Mapping[str, FilePiece]) -> FileRecord:
+def full_disk(file: Path, pieces: Mapping[str, FilePiece], **_: Any) -> FileRecord:
     """Writes half a file."""
     write_file(file, dict(list(pieces.items())[:1]))
     raise OSError(28, "No space left on device")
 
 
-def defect(file: Path, pieces: Mapping[str, FilePiece]) -> FileRecord:
+def defect(file: Path, pieces: Mapping[str, FilePiece], **_: Any) -> FileRecord:
     raise ZeroDivisionError("a defect")
 
 
 @contextmanager
-def writer(replacement: Callable[[Path, Mapping[str, FilePiece]], FileRecord]):
+def writer(replacement: Callable[..., FileRecord]):
     """Files are written by this, in this process."""
     modules = (save, local_saves)
     for module in modules:

@@ -16,11 +16,14 @@ from unittest import mock
 
 import pytest
 
+from megalite.checkpoint import manifest, tensor_files
+from megalite.checkpoint.download import Download
 from megalite.checkpoint.load import choose_checkpoint
 from megalite.checkpoint.local_saves import LocalSaves
+from megalite.checkpoint.manifest import TensorBytes
 from megalite.checkpoint.save import Save
 from megalite.checkpoint.saver import Saver
-from megalite.checkpoint.stored_run import Download, StoredRun, local_copy
+from megalite.checkpoint.stored_run import StoredRun, local_copy
 from megalite.cli.checkpoints import inspect
 from megalite.distributed.topology import Topology
 from megalite.frontends.command_line import parse
@@ -83,7 +86,7 @@ def save_and_load(topology: Topology, url: str, folder: Path, saves: bool) -> tu
     os.environ.update(settings_for(url))
     config = config_of(RUN, save_stage=str(folder / f"disk{topology.rank}"))
     if saves:
-        with Saver(config.checkpoint, topology) as saver:
+        with blocks_of(16), Saver(config.checkpoint, topology) as saver:
             saver.save(contents_of(config, topology, 10), state(topology, 1.0))
             saver.save(contents_of(config, topology, 20), state(topology, 2.0))
     return loaded(topology, config)
@@ -101,10 +104,6 @@ def test_nodes_without_a_common_file_system_save_and_load_in_any_layout(
             run_ranks(save_and_load, parallel(other_tp, 1, other_dp).mesh, 2, *run, False) == [(20, 2.0)] * 2
         )
         assert run_ranks(save_and_load, parallel().mesh, 1, *run, False) == [(20, 2.0)]
-        downloads = [
-            each for each in server.requests if each.method == "GET" and each.name.endswith(".safetensors")
-        ]
-    assert len(downloads) <= 2 * (2 + 2) + 2
     for disk in tmp_path.iterdir():
         assert not stage_of(disk)
 
@@ -214,21 +213,104 @@ def test_wrong_bytes_are_read_again_once_and_then_named(server: ObjectServer, to
     requests = len(server.requests)
     server.flips, server.flips_in = 1, ".safetensors"
     assert loaded(topology, config_of(RUN)) == (10, 1.0)
-    assert (server.flips, len(server.requests)) == (0, 2 * requests + 2)
+    assert (server.flips, len(server.requests)) == (0, 2 * requests + 1)
     (tensors,) = [name for name in server.objects if name.endswith(".safetensors")]
-    content = server.objects[tensors]
-    server.objects[tensors] = content[:-1] + bytes([content[-1] ^ 1])
-    name = tensors.rpartition("/")[2]
+    damage(server, tensors)
     wrong = (
-        rf"checkpoint s3://b/run/iter_0000010 cannot be read \({name} has other contents than SHA256SUMS says"
+        rf"no complete checkpoint to load \(iter_0000010: {Path(tensors).name} has other contents than SHA"
     )
     with pytest.raises(UserError, match=wrong):
         loaded(topology, config_of(RUN))
-    saved(topology, 20, 2.0)
-    saved(topology, 30, 3.0)
-    (tensors,) = [name for name in server.objects if "30/" in name and name.endswith(".safetensors")]
-    del server.objects[tensors]
-    assert loaded(topology, config_of(RUN)) == (20, 2.0)
+
+
+def damage(server: ObjectServer, name: str) -> None:
+    """Change the last byte of an object."""
+    content = server.objects[name]
+    server.objects[name] = content[:-1] + bytes([content[-1] ^ 1])
+
+
+def truncate(server: ObjectServer, name: str) -> None:
+    server.objects[name] = server.objects[name][:-1]
+
+
+def truncate_to_a_block(server: ObjectServer, name: str) -> None:
+    server.objects[name] = server.objects[name][:64]
+
+
+def remove(server: ObjectServer, name: str) -> None:
+    del server.objects[name]
+
+
+@pytest.mark.parametrize("has_blocks", [True, False])
+@pytest.mark.parametrize("harm", [damage, truncate, truncate_to_a_block, remove])
+def test_a_damaged_checkpoint_is_skipped_as_in_a_folder(
+    server: ObjectServer, topology, tmp_path: Path, caplog, has_blocks: bool, harm: Callable[..., None]
+) -> None:
+    """Also a checkpoint without digests of blocks, as one that was copied from a folder."""
+    with blocks_of(64) if has_blocks else mock.patch.object(StoredRun, "uploads", False):
+        for iteration in (10, 20):
+            saved(topology, iteration, iteration / 10)
+    (tensors,) = [name for name in server.objects if "20/" in name and name.endswith(".safetensors")]
+    harm(server, tensors)
+    assert loaded(topology, config_of(RUN)) == (10, 1.0)
+    assert f"iter_0000020 is damaged and skipped: {Path(tensors).name} " in caplog.text
+    assert "checkpoint s3://b/run/iter_0000010 is loaded instead" in caplog.text
+    with pytest.raises(UserError, match=r"pass another --load-iteration"):
+        loaded(topology, config_of(RUN, load_iteration=20))
+    assert not stage_of(tmp_path / "tmp")
+
+
+@contextmanager
+def blocks_of(num_bytes: int) -> Iterator[None]:
+    """Blocks that even small files have several of."""
+    with ExitStack() as stack:
+        for module in (manifest, tensor_files):
+            stack.enter_context(mock.patch.object(module, "BLOCK_BYTES", num_bytes))
+        yield
+
+
+def test_a_node_reads_the_header_and_the_blocks_that_it_needs(server: ObjectServer, topology) -> None:
+    with blocks_of(64):
+        saved(topology, 10, 1.0)
+    (tensors,) = [name for name in server.objects if name.endswith(".safetensors")]
+    file, content = Path(tensors).name, server.objects[tensors]
+    header = 8 + int.from_bytes(content[:8], "little")
+    begin, end = json.loads(content[8:header])["model.cut"]["data_offsets"]
+    server.requests.clear()
+    needs = {file: [TensorBytes("model.cut", 4, 1 << 60)]}
+    found = choose_checkpoint(StoredRun.at(RUN), topology, needs=lambda _: needs)  # type: ignore[arg-type]
+    assert found is not None and isinstance(found.download, Download)
+    read = {at for each in server.requests if each.name == tensors for at in range(each.begin, each.end)}
+    first, stop = (header + begin + 4) // 64 * 64, -(-(header + end) // 64) * 64
+    expected = {*range(-(-header // 64) * 64), *range(first, stop)}
+    assert read == {at for at in expected if at < len(content)} != set(range(len(content)))
+    copy = (found.folder / file).read_bytes()
+    assert len(copy) == len(content)
+    assert copy[header + begin + 4 : header + end] == content[header + begin + 4 : header + end]
+    server.requests.clear()
+    found.download.fetch(found, needs)  # of another process
+    assert not server.requests
+    found.download.close()
+
+
+@pytest.mark.parametrize("header", [b"[]", b'{"a": {"data_offsets": [0, -8]}}', b"{}", b"{"])
+def test_a_header_that_is_wrong_is_damage(server: ObjectServer, topology, header: bytes) -> None:
+    with blocks_of(64):
+        saved(topology, 10, 1.0)
+        (tensors,) = [name for name in server.objects if name.endswith(".safetensors")]
+        content = len(header).to_bytes(8, "little") + header
+        blocks = [hashlib.sha256(content[at : at + 64]).hexdigest() for at in range(0, len(content), 64)]
+        server.objects[tensors] = content
+        index = json.loads(server.objects["b/run/iter_0000010/index.json"])
+        index["blocks"] = {Path(tensors).name: blocks}
+        text = json.dumps(index).encode()
+        sums = server.objects["b/run/iter_0000010/SHA256SUMS"].decode()
+        old = hashlib.sha256(server.objects["b/run/iter_0000010/index.json"]).hexdigest()
+        server.objects["b/run/iter_0000010/index.json"] = text
+        changed = sums.replace(old, hashlib.sha256(text).hexdigest())
+        server.objects["b/run/iter_0000010/SHA256SUMS"] = changed.encode()
+    with pytest.raises(UserError, match=r"safetensors: (its header is damaged|\S+ is not in it)"):
+        loaded(topology, config_of(RUN))
 
 
 def test_a_failed_save_leaves_nothing_and_the_next_one_works(
@@ -321,6 +403,32 @@ def test_a_run_that_was_paused_does_not_replace_its_successors_checkpoint(
     assert has_what_its_sums_name(server)
 
 
+def test_parts_of_dead_uploads_are_deleted_at_the_next_start(server: ObjectServer, topology, caplog) -> None:
+    """Not those of other runs."""
+
+    def leave(*names: str) -> None:
+        for name in names:
+            upload = f"dead {len(server.uploads)}&+"
+            server.uploads[upload], server.parts[upload] = name, {1: b"part"}
+
+    def left() -> list[str]:
+        return [server.uploads[upload] for upload in server.parts]
+
+    leave("b/run/iter_0000010/a b+c", "b/run2/iter_0000010/d", "b/run/iter_0000020/a", "b/run/own")
+    config = config_of(RUN)
+    with Saver(config.checkpoint, topology) as saver:
+        saver.save(contents_of(config, topology, 10), state(topology, 1.0))
+        saver.finish()
+        assert left() == ["b/run2/iter_0000010/d", "b/run/own"]
+        leave("b/run/iter_0000030/a")
+        saver.save(contents_of(config, topology, 20), state(topology, 2.0))
+    assert len(left()) == 3
+    with mock.patch.object(ObjectFolder, "_request", side_effect=OSError(5, "the store answers 501")):
+        saved(topology, 30, 3.0)
+    assert "can remain in s3://b/run (the store answers 501): give the bucket a rule for" in caplog.text
+    assert loaded(topology, config) == (30, 3.0)
+
+
 def test_training_does_not_wait_for_a_thread_that_has_failed(server: ObjectServer, topology) -> None:
     config = config_of(RUN)
     with Saver(config.checkpoint, topology) as saver:
@@ -358,9 +466,11 @@ def test_processes_of_a_node_download_each_file_once(server: ObjectServer, topol
     server.delay = 0.02
     server.requests.clear()
     names = [name.rpartition("/")[2] for name in server.objects if "iter_" in name]
-    downloads = [Download(run, "token") for _ in range(4)]
+    store = run.objects, run.stage
+    downloads = [Download(*store, "token") for _ in range(4)]
     threads = [
-        threading.Thread(target=each.fetch, args=("iter_0000010", dict.fromkeys(names))) for each in downloads
+        threading.Thread(target=each.fetch_whole, args=("iter_0000010", dict.fromkeys(names)))
+        for each in downloads
     ]
     for thread in threads:
         thread.start()
@@ -371,14 +481,14 @@ def test_processes_of_a_node_download_each_file_once(server: ObjectServer, topol
     folder = downloads[0].folder
     downloads[0].close()
     assert (folder / "iter_0000010" / "run.json").exists()
-    Download(run, "another").close()  # cleans up after processes that were killed, not after these
+    Download(*store, "another").close()  # cleans up after processes that were killed, not after these
     assert (folder / "iter_0000010" / "run.json").exists()
     for each in downloads[1:]:
         each.close()
     assert not folder.exists()
     folder.mkdir()
     Path(f"{folder}.lock").touch()
-    Download(run, "another").close()
+    Download(*store, "another").close()
     assert not folder.exists()
 
 

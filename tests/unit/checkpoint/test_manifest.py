@@ -140,6 +140,11 @@ PLACE = ParameterRange((4, 6), (0, 0), (4, 4), 0, 7).record()
         lambda index: index.update(files="part_0.safetensors"),
         lambda index: index.update(files=[1]),
         lambda index: index.update(files=[["part_0.safetensors"]]),
+        lambda index: index.update(blocks=[]),
+        lambda index: index.update(blocks={"part_9.safetensors": [64 * "0"]}),
+        lambda index: index.update(blocks={"part_0.safetensors": []}),
+        lambda index: index.update(block_bytes=0),
+        lambda index: index.update(block_bytes=1 << 40),
     ],
 )
 def test_wrong_types_in_index_json_are_reported(folder: Path, change) -> None:

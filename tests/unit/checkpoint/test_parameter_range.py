@@ -52,6 +52,15 @@ def test_boxes_are_where_torch_has_the_elements(place: ParameterRange) -> None:
 
 
 @given(pairs())
+def test_a_span_has_all_common_elements_and_no_more_at_its_ends(
+    both: tuple[ParameterRange, ParameterRange],
+) -> None:
+    first, second = both
+    common = torch.isin(indices(first), indices(second)).nonzero().flatten().tolist()
+    assert first.span_of(second) == ((common[0], common[-1] + 1) if common else (0, 0))
+
+
+@given(pairs())
 def test_overlaps_are_the_common_elements(both: tuple[ParameterRange, ParameterRange]) -> None:
     first, second = ([*place.views(indices(place))] for place in both)
     found: list[int] = []

@@ -142,6 +142,17 @@ def test_the_library_reads_it_and_would_write_it_so(tmp_path: Path) -> None:
     assert record.sha256 == hashlib.sha256(ours).hexdigest()
 
 
+@pytest.mark.parametrize("block_bytes", [1, 7, 64, 1 << 20])
+def test_the_record_has_the_digests_of_the_blocks(tmp_path: Path, monkeypatch, block_bytes: int) -> None:
+    monkeypatch.setattr(tensor_files, "BLOCK_BYTES", block_bytes)
+    pieces = {name: FilePiece(each) for name, each in tensors().items()}
+    record = write_file(tmp_path / "x.safetensors", pieces, has_blocks=True)
+    content = (tmp_path / "x.safetensors").read_bytes()
+    blocks = [content[at : at + block_bytes] for at in range(0, len(content), block_bytes)]
+    assert record.blocks == [hashlib.sha256(block).hexdigest() for block in blocks]
+    assert record.sha256 == hashlib.sha256(content).hexdigest()
+
+
 def test_the_record_tells_what_is_in_it(tmp_path: Path) -> None:
     place = ParameterRange((4, 6), (0, 2), (4, 2), 3, 7)
     pieces = {

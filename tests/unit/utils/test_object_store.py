@@ -83,10 +83,16 @@ def test_errors_are_those_of_a_file_system(server: ObjectServer) -> None:
             ObjectFolder(url)
 
 
-def test_urls_have_folders_of_their_own_on_this_machine(tmp_path: Path) -> None:
-    urls = ["s3://b/run", "s3://b/run/x", "s3://b/run_x", "s3://b/run%2Fx", "s3://b/.."]
-    folders = [local_folder(url, str(tmp_path)) for url in urls]
-    assert len({*folders}) == len(urls)
+def test_urls_have_folders_of_their_own_on_this_machine(tmp_path: Path, monkeypatch) -> None:
+    """Also the buckets of each endpoint."""
+    urls = ["s3://b/run", "s3://b/run/x", "s3://b/run_x", "s3://b/run%2Fx", "s3://b/..", "s3://b/run@c:1"]
+    endpoints = ["", "http://c:1", "https://c:2/", "http://c:2/d"]
+    folders = []
+    for endpoint in endpoints:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        folders += [local_folder(url, str(tmp_path)) for url in urls]
+    assert len({*folders}) == len(urls) * len(endpoints)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "")
     assert len({folder.parent for folder in folders}) == 1
     assert local_folder("s3://b/run/", str(tmp_path)) == folders[0]
     assert local_folder("runs/a", str(tmp_path)) == Path("runs/a")
