@@ -13,7 +13,7 @@ from megalite.checkpoint.parameter_range import ParameterRange
 from megalite.checkpoint.tensor_files import ReadTarget, open_tensors, read_targets
 from megalite.utils.errors import UserError, few
 
-OF_TRAINING = ".router.expert_loads"
+OF_TRAINING = ".router.expert_loads", ".amax_history"
 """End of the names of buffers that only training reads."""
 
 

@@ -385,7 +385,7 @@ def _missing_buffers(manifest: Manifest, wanted: Tensors, checkpoint: Checkpoint
     """Return the names of buffers that the checkpoint lacks, and that keep their initial values.
 
     A new run begins with them, and so does a run that resumes from a checkpoint of an earlier format. Buffers
-    that only training reads also begin so in a run with another balance loss, or without optimizer state.
+    that only training reads also begin so in a run with other settings, or without optimizer state.
 
     Raises:
         UserError: the run resumes from a checkpoint that would have them: its model had no such buffers.
@@ -394,7 +394,7 @@ def _missing_buffers(manifest: Manifest, wanted: Tensors, checkpoint: Checkpoint
         name
         for name, each in wanted.items()
         if isinstance(each, ParameterShard) and each.is_buffer and each.tensor.numel()
-        if name not in manifest.tensors
+        if _lacks(manifest, name, each)
     )
     can_begin = checkpoint.finetune or manifest.description["format"] < FIRST_WITH_BUFFERS
     has_other_updates = checkpoint.allow_settings_change or not loads_optimizer(checkpoint)
@@ -405,6 +405,13 @@ def _missing_buffers(manifest: Manifest, wanted: Tensors, checkpoint: Checkpoint
             "with persistent=False, or pass --finetune to start a new run from its weights"
         )
     return missing
+
+
+def _lacks(manifest: Manifest, name: str, buffer: ParameterShard) -> bool:
+    """Return whether a checkpoint lacks a buffer, or has one of another length that only training reads."""
+    pieces = manifest.tensors.get(name, ())
+    shapes = {piece.range.full_shape for piece in pieces if piece.range is not None}
+    return not pieces or (name.endswith(OF_TRAINING) and shapes != {buffer.spec.full_shape})
 
 
 def _check_plain_tensors(manifest: Manifest, wanted: Tensors) -> None:

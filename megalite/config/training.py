@@ -27,7 +27,8 @@ from megalite.config.option import (
 )
 
 Fp8Format = Literal["hybrid", "e4m3", "e2m1"]
-Fp8Recipe = Literal["tensorwise", "blockwise", "mxfp8", "nvfp4"]
+Fp8Recipe = Literal["tensorwise", "delayed", "blockwise", "mxfp8", "nvfp4"]
+AmaxAlgorithm = Literal["most_recent", "max"]
 
 
 class Blocks(NamedTuple):
@@ -43,13 +44,18 @@ class Blocks(NamedTuple):
 
 
 FP8_BLOCKS = {"blockwise": Blocks(128, 128), "mxfp8": Blocks(32, 1), "nvfp4": Blocks(16, 16)}
-"""Blocks by fp8_recipe; tensorwise has none."""
+"""Blocks by fp8_recipe; tensorwise and delayed have none."""
 
+_WIDE_EXPERTS = "GEMMs in the dtype of the model; --fp8-recipe blockwise and mxfp8 round operands too"
 EXPERT_NOTES = {
-    "tensorwise": "GEMMs in the dtype of the model; --fp8-recipe blockwise and mxfp8 round operands too",
+    "tensorwise": _WIDE_EXPERTS,
+    "delayed": _WIDE_EXPERTS,
     "nvfp4": "gradients are rounded to the nearest, and not at random",
 }
 """Differences of the GEMMs of experts, by fp8_recipe, for the log."""
+
+
+_DELAYED = Setting("fp8_recipe", ("delayed",))
 
 
 @dataclass(frozen=True)
@@ -67,13 +73,16 @@ class Fp8Options:
         "tensorwise",
         "--fp4-recipe",
         only_with="fp8_format",
-        missing={
-            "delayed": "pass tensorwise, whose scales are of the tensor itself",
-            "custom": "pass another",
-        },
+        missing={"custom": "pass another"},
     )
-    """Numbers that share a scale: tensorwise, those of a tensor; blockwise, 128 and 128 x 128 of a weight;
-    mxfp8, 32; nvfp4 (of e2m1), 16 and 16 x 16 (docs/precision.md)."""
+    """Numbers with one scale: a tensor's, measured now (tensorwise) or in earlier iterations (delayed);
+    blockwise, 128 and 128 x 128 of weights; mxfp8, 32; nvfp4, 16, 16 x 16."""
+    fp8_amax_history_len: int = option(1, allowed=SIZE, only_with=_DELAYED)
+    """Number of iterations whose largest magnitudes a scale can follow from."""
+    fp8_amax_compute_algo: AmaxAlgorithm = option("most_recent", only_with=_DELAYED)
+    """Magnitude that sets a scale: the last iteration's, or the largest of --fp8-amax-history-len."""
+    fp8_margin: int = option(0, allowed=NOT_NEGATIVE, only_with=_DELAYED)
+    """Powers of two between that magnitude and the largest number of the 8-bit format."""
     fp8_wgrad: bool = option(True, only_with=Setting("fp8_recipe", tuple(FP8_BLOCKS)))
     """With recipes of blocks: round the operands of weight gradients too, except those of experts."""
     first_last_layers_bf16: bool = option(False, only_with="fp8_format")
@@ -92,7 +101,7 @@ class Fp8Options:
     results."""
 
     conflicts: ClassVar[Conflicts] = {
-        Setting("fp8_recipe", ("tensorwise",)): {
+        Setting("fp8_recipe", ("tensorwise", "delayed")): {
             "multi_latent_attention": (
                 ": latents have no scale for a tensor; pass --fp8-recipe blockwise or mxfp8"
             ),
@@ -112,8 +121,12 @@ class Fp8Options:
                 "tensorwise"
             ),
         },
+        _DELAYED: {
+            "compile": ", whose graphs have no history of magnitudes: remove one",
+            "fp8_param_gather": ": pass --fp8-recipe tensorwise, or remove --fp8-param-gather",
+        },
         "fp8_param_gather": {
-            Setting("fp8_recipe", other_than("tensorwise")): (
+            Setting("fp8_recipe", tuple(FP8_BLOCKS)): (
                 ", whose blocks the ranks that share a weight may cut: remove it, or pass --fp8-recipe "
                 "tensorwise"
             ),
@@ -130,7 +143,7 @@ class Fp8Options:
     @property
     def depends_on_micro_batch(self) -> bool:
         """Return whether another micro-batch size rounds to other numbers: a scale is of a whole tensor."""
-        return self.fp8_format is not None and self.fp8_recipe not in FP8_BLOCKS
+        return self.fp8_format is not None and self.fp8_recipe == "tensorwise"
 
     @property
     def fp8_copies(self) -> int:

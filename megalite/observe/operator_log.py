@@ -69,7 +69,7 @@ _GEMMS: dict[Any, Callable[..., GemmCall]] = {
     torch_private.grouped_mm: _grouped_mm,
     torch_private.scaled_mm_operator: lambda a, b, *_: _mm(a, b),
 }
-_CASTS = {_OURS.amax, _OURS.round_tensor, _OURS.round_in_blocks}
+_CASTS = {_OURS.amax, _OURS.round_tensor, _OURS.round_and_measure, _OURS.round_in_blocks}
 """Operators that find the largest magnitude of a GEMM's operand, or round it. One that rounds to a dtype
 but returns what the codes stand for, in the dtype of its argument, has the dtype as its second argument."""
 
@@ -229,8 +229,8 @@ class OperatorLog(Reader):
             written = tensors_in(out) or _overwritten(func, args)
             self._bytes += sum(map(_num_bytes, tensors_in(read))) + sum(map(_num_bytes, written))
 
-    def _add_cast(self, packet: Any, args: Sequence[Any], out: Tensor) -> None:
-        x, num_bytes = args[0], float(_num_bytes(out))
+    def _add_cast(self, packet: Any, args: Sequence[Any], out: Any) -> None:
+        x, num_bytes = args[0], float(sum(map(_num_bytes, tensors_in(out))))
         of_weight = storage_number(x.untyped_storage()) in self._weights
         if packet is _OURS.round_in_blocks:
             size = 0.5 if "float4" in str(args[1]) else args[1].itemsize

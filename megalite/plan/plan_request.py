@@ -55,7 +55,7 @@ Accepts all flags of training (megalite train --help lists them), and these:"""
 
 USUAL_LENGTH = 8192
 """Tokens of a sample above which pretraining usually begins with shorter samples."""
-_RATES = {"tensorwise": "fp8_tflops", "blockwise": "fp8_tflops", "mxfp8": "fp8_tflops"}
+_RATES = dict.fromkeys(("tensorwise", "delayed", "blockwise", "mxfp8"), "fp8_tflops")
 """Figure of a GPU that each planned recipe of `--fp8-recipe` needs."""
 DEFAULT_TOP = 10
 """Rows of a search's table."""

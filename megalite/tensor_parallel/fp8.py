@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megalite.config import TrainingConfig
+from megalite.config.training import FP8_BLOCKS
 from megalite.data.batch.microbatch import Microbatch
 from megalite.distributed.axis import Axis
 from megalite.distributed.collectives import all_reduce
@@ -208,12 +209,14 @@ class Fp8Settings:
 
     Attributes:
         fp8_format: a key of `DTYPES`.
-        recipe: tensorwise, which scales whole tensors, or a key of `config.fp8.FP8_BLOCKS`.
+        recipe: tensorwise or delayed, which scale whole tensors, or a key of `config.training.FP8_BLOCKS`.
         wide_layers: numbers of the layers whose GEMMs are in the dtype of the model.
         rounds_weight_gradients: compute weight gradients in 8 bits, with blocks.
         weights: holds weights in 8 bits during an iteration; by default they are rounded in each GEMM.
-        emulates: compute tensorwise GEMMs without the device's GEMMs in 8 bits.
+        emulates: compute GEMMs with scales of tensors without the device's GEMMs in 8 bits.
         samples: key the random rounding of gradients.
+        history_length: iterations whose largest magnitudes a delayed scale can follow from.
+        margin: powers of two that a delayed scale leaves between that magnitude and the format's range.
     """
 
     fp8_format: str
@@ -223,6 +226,8 @@ class Fp8Settings:
     weights: Fp8Weights = field(default_factory=Fp8Weights)
     emulates: bool = False
     samples: BackwardSamples = field(default_factory=BackwardSamples)
+    history_length: int = 1
+    margin: int = 0
 
 
 class TensorwiseGemm(RoundedGemm):
@@ -245,7 +250,7 @@ class TensorwiseGemm(RoundedGemm):
         weight_in_fp8 = self.weights.keep(weight, False, lambda: in_fp8(weight, E4M3, largest_weight))
         own_bias = None if bias is None else bias.detach()
         y = self.multiply(in_fp8(rows, E4M3, largest_x), weight_in_fp8, own_bias, x.dtype, is_fast=True)
-        return _with_rows_of(x, y)
+        return with_rows_of(x, y)
 
     def scales(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Return the largest magnitudes of an operand and a weight over tp, whose ranks may hold slices."""
@@ -273,13 +278,13 @@ class TensorwiseGemm(RoundedGemm):
             return in_fp8(weight.t(), E4M3, largest_weight)
 
         weight_in_fp8 = self.weights.keep(weight, True, transposed)
-        return _with_rows_of(grad, self.multiply(grad_in_fp8, weight_in_fp8, None, grad.dtype, is_fast=False))
+        return with_rows_of(grad, self.multiply(grad_in_fp8, weight_in_fp8, None, grad.dtype, is_fast=False))
 
     def _largest(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         return all_reduce(torch.stack([amax(x) for x in tensors]), self.tp, dist.ReduceOp.MAX).unbind()
 
 
-def _with_rows_of(x: Tensor, y: Tensor) -> Tensor:
+def with_rows_of(x: Tensor, y: Tensor) -> Tensor:
     """Reshape `y` ``[s b, out]`` to ``[s, b, out]``, by the shape of `x` ``[s, b, in]``."""
     # Return a tensor that is not a view: the ranks sum it in place.
     return unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
@@ -299,7 +304,7 @@ def check_device(device: torch.device, training: TrainingConfig) -> None:
     if training.fp8_format is None or training.emulate:
         return
     flag = f"--fp{4 if training.fp8_format == 'e2m1' else 8}-format {training.fp8_format}"
-    if training.fp8_recipe != "tensorwise":
+    if training.fp8_recipe in FP8_BLOCKS:
         raise UserError(
             f"{flag} with --fp8-recipe {training.fp8_recipe}: megalite has no GPU kernels for it yet; "
             "pass --emulate to compute its numbers with GEMMs in the dtype of the model, or --fp8-format "

@@ -36,6 +36,7 @@ from megalite.kernels import (
     linear_gelu,
 )
 from megalite.tensor_parallel.block_scaling import BlockGemm, Nvfp4Gemm
+from megalite.tensor_parallel.delayed_scaling import DelayedGemm
 from megalite.tensor_parallel.fp8 import TensorwiseGemm
 from megalite.tensor_parallel.gemm import WIDE, Gemm, WeightGradientStore, main_grad_of
 from megalite.tensor_parallel.gemm_collectives import COLLECTIVES, PendingSum, SeparateCollectives
@@ -69,13 +70,11 @@ class LinearContext:
     def of(context: LayerContext) -> LinearContext:
         """Return the part of a model's context that its linear layers need."""
         tp, store, overlap = context.tp, context.weight_gradient_store, context.overlap
-        gemm = gemm_of(context)
-        separate = SeparateCollectives(gemm, tp, context.sequence_parallel)
-        kind = COLLECTIVES[overlap.method]
-        collectives = kind(gemm, tp, context.sequence_parallel, overlap.num_chunks)
+        gemm, sequence_parallel = gemm_of(context), context.sequence_parallel
+        separate = SeparateCollectives(gemm, tp, sequence_parallel)
+        collectives = COLLECTIVES[overlap.method](gemm, tp, sequence_parallel, overlap.num_chunks)
         hidden = separate if store is None else collectives
-        # A bias' gradient is not the sum of rounded numbers.
-        fuses_bias = not isinstance(gemm, BlockGemm)
+        fuses_bias = not isinstance(gemm, BlockGemm)  # it is not the sum of rounded numbers
         return LinearContext(tp, gemm, collectives, hidden, store, context.fuses_weight_gradients, fuses_bias)
 
     @property
@@ -91,6 +90,8 @@ def gemm_of(context: LayerContext) -> Gemm:
         return WIDE
     if settings.recipe == "tensorwise":
         return TensorwiseGemm(settings, context.tp)
+    if settings.recipe == "delayed":
+        return DelayedGemm(settings)
     if settings.recipe == "nvfp4":
         return Nvfp4Gemm(settings, context.seed, context.topology.positions)
     return BlockGemm(settings)
@@ -101,8 +102,9 @@ def gemm_of_experts(context: LayerContext) -> Gemm:
 
     So they have no scale of a whole tensor, and do not round at random.
     """
-    settings = context.fp8
-    return WIDE if settings is None or settings.recipe == "tensorwise" else BlockGemm(settings)
+    if context.fp8 is None or context.fp8.recipe in ("tensorwise", "delayed"):
+        return WIDE
+    return BlockGemm(context.fp8)
 
 
 def column_linear(

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from megalite.checkpoint.tensor_files import DTYPE_CODES
-from megalite.config import Config, ModelConfig
+from megalite.config import Config
 from megalite.config.stage_layers import hides_expert_messages, layers_of_stages, layers_per_stage, stage_map
 from megalite.distributed.collectives import OverlapSlots
 from megalite.distributed.topology import Topology
@@ -30,6 +30,7 @@ from megalite.optim.post_step_hooks import ExpertBalance, MeasuredHeads, PostSte
 from megalite.optim.weight_gathering import ChunkModules
 from megalite.pipeline.schedules import SCHEDULES
 from megalite.tensor_parallel.block_scaling import name_gemms
+from megalite.tensor_parallel.delayed_scaling import DelayedGemm, ScaleHistory
 from megalite.tensor_parallel.fp8 import (
     BackwardSamples,
     Fp8Settings,
@@ -188,6 +189,8 @@ def _fp8_settings(config: Config, resources: ChunkResources) -> Fp8Settings | No
         resources.fp8_weights or Fp8Weights(),
         training.emulate,
         resources.backward_samples,
+        training.fp8_amax_history_len,
+        training.fp8_margin,
     )
 
 
@@ -322,7 +325,7 @@ def build_optimizer(
         keeps_weights=keeps_weights,
         seed=config.training.seed,
     )
-    optimizer.post_step_hooks = _post_step_hooks(config.model, topology, chunks, optimizer)
+    optimizer.post_step_hooks = _post_step_hooks(config, topology, chunks, optimizer)
     optimizer.initialize_main(config.training.seed)
     for _, parameter in named_parameters(chunks):
         forget_initial_values(parameter)
@@ -330,15 +333,24 @@ def build_optimizer(
 
 
 def _post_step_hooks(
-    model: ModelConfig, topology: Topology, chunks: Sequence[Stage], optimizer: Optimizer
+    config: Config, topology: Topology, chunks: Sequence[Stage], optimizer: Optimizer
 ) -> list[PostStepHook]:
     found: list[PostStepHook] = []
+    model = config.model
     if model.qk_clip:
         found.append(QKClip(model, topology, _measured_heads(chunks), optimizer.updated))
-    modules = [module for chunk in chunks for module in chunk.modules()]
+    modules = list(dict.fromkeys(module for chunk in chunks for module in chunk.modules()))
     routers = [module for module in modules if isinstance(module, Router) and module.is_adjusted]
     if routers:
         found.append(ExpertBalance(topology, routers, model.moe_router_bias_update_rate))
+    kinds = ColumnParallelLinear, RowParallelLinear
+    linear = [module for module in modules if isinstance(module, kinds)]
+    delayed: dict[nn.Module, DelayedGemm] = {
+        module: gemm for module in linear if isinstance(gemm := module.context.gemm, DelayedGemm)
+    }
+    if delayed:
+        uses_newest = config.training.fp8_amax_compute_algo == "most_recent"
+        found.append(ScaleHistory(topology, delayed, uses_newest=uses_newest))
     return found
 
 

@@ -36,6 +36,7 @@ from megalite.optim.weight_gathering import WeightGathering
 from megalite.pipeline.executor import Pipeline
 from megalite.pipeline.point_to_point import PointToPoint
 from megalite.tensor_parallel.fp8 import Fp8Weights
+from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megalite.tensor_parallel.parameter_spec import ParameterShard
 from megalite.train.gemm_epilogues import choose_gemm_epilogues
 from megalite.train.global_batch import Evaluator, reads_whole_batches
@@ -145,11 +146,12 @@ class Trainer:
             self.saver.before_update,
         )
         self.evaluator = Evaluator(run, self.chunks, self.pipeline)
+        changed_by_updates = Router, ColumnParallelLinear, RowParallelLinear
         changes_buffers = any(
             next(module.buffers(recurse=False), None) is not None
             for chunk in self.chunks
             for module in chunk.modules()
-            if not isinstance(module, Router)  # only an update changes a router's buffers
+            if not isinstance(module, changed_by_updates)
         )
         self.can_queue_next = not (changes_buffers or isinstance(self.optimizer.scaler, DynamicLossScaler))
         self._is_unchecked = is_own_model(run.providers.model) and topology.device.type != "meta"

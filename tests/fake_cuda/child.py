@@ -194,7 +194,7 @@ def _misplaced(trainer: Trainer) -> list[str]:
     is_rounded = trainer.config.optimizer.exp_avg_dtype != "fp32"  # then `tensors` has copies of moments
     state = {name: each for name, each in state.items() if not (is_rounded and ".exp_avg" in name)}
     found = [
-        (name, tensor, dtype if name.startswith("model.") else main_dtype(dtype))
+        (name, tensor, dtype if name.startswith("model.") and "amax" not in name else main_dtype(dtype))
         for name, tensor in state.items()
         if trainer.optimizer.offload is None or name.startswith("model.")
     ]

@@ -1,4 +1,4 @@
-"""Runs whose GEMMs have a scale for each block of numbers round to the same codes in every layout.
+"""Runs with a scale for each block of numbers, or from earlier iterations, round alike in every layout.
 
 In fp64, one number that rounds to another code changes the loss by more than 1e-9.
 """
@@ -63,6 +63,7 @@ def _reference(model: str, recipe: Fp8Recipe, corpus: str) -> RunRecord:
         ("llama", "blockwise", "pp2zb"),
         ("llama", "nvfp4", "tp2mbs1+sp"),
         ("llama", "nvfp4", "cp2"),
+        ("llama", "delayed", "tp2mbs1+sp"),
         *(
             pytest.param(*row, marks=pytest.mark.slow)
             for row in (
@@ -79,6 +80,9 @@ def _reference(model: str, recipe: Fp8Recipe, corpus: str) -> RunRecord:
                 ("experts", "blockwise", "dp2+zero2"),
                 ("latent", "mxfp8", "tp2pp2+sp"),
                 ("latent", "mxfp8", "cp2"),
+                ("llama", "delayed", "cp2"),
+                ("llama", "delayed", "tp2pp2dp2+zero3+full"),
+                ("experts", "delayed", "dp2ep2"),
             )
         ),
     ],

@@ -85,6 +85,7 @@ def test_weights_are_rounded_once_per_iteration() -> None:
     ("flags", "in_8_bits", "num_casts"),
     [
         ("", 2, 7),
+        ("--fp8-recipe delayed", 2, 4),
         ("--fp8-recipe blockwise", 3, 6),
         ("--fp8-recipe mxfp8", 3, 6),
         ("--fp8-recipe mxfp8 --no-fp8-wgrad", 2, 4),

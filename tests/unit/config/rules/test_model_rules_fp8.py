@@ -68,6 +68,8 @@ def test_sides_are_multiples_of_16(line: str, world_size: int, named: str) -> No
         ("--fp8-recipe mxfp8 --seq-length 64 --cp 2", 2, "--seq-length 64 over --cp 2: "),
         ("--fp8-recipe mxfp8 --num-experts 2 --moe-ffn-hidden-size 48 --tp 2", 2, "48 over --etp 2: "),
         ("--fp8-recipe mxfp8 --compile", 1, "--compile with --emulate"),
+        ("--fp8-recipe delayed --compile", 1, "graphs have no history"),
+        ("--fp8-recipe delayed --fp8-param-gather --zero-stage 3", 2, "or remove --fp8-param-gather"),
         ("--fp8-recipe mxfp8 --mlp-chunks-for-training 2", 1, "which cuts a sample within blocks"),
         ("--fp8-recipe nvfp4", 1, "for 4 bits pass --fp4-format e2m1 --fp4-recipe nvfp4"),
         ("--fp8-recipe nvfp4 --seq-length 40 --cp 2", 2, "must be a multiple of 16"),
