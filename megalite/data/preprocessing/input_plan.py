@@ -14,7 +14,7 @@ import zlib
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, BinaryIO
 
@@ -98,7 +98,7 @@ class PreprocessJob:
         return [*tokens, np.dtype(np.uint8)] if self.chat else tokens
 
     def build_tokenizer(self) -> Tokenizer:
-        return build_tokenizer(self.tokenizer_type, **asdict(self.tokenizer_files))
+        return build_tokenizer(self.tokenizer_type, self.tokenizer_files)
 
     def made_with(self, files: Sequence[str], tokenizer: Tokenizer) -> dict[str, Any]:
         """Return everything that the output depends on, by flag; a resumed run must have the same values."""
