@@ -353,8 +353,7 @@ def main(arguments: Sequence[str]) -> None:
     """Print the plan of a command line."""
     name, *flags = arguments or [""]
     request, plan = request_of(name, flags)
-    text = "\n".join(plan_lines(request, plan))
-    print(text.rpartition("\n\n")[0])  # without the command, which would start megalite
+    print("\n".join(plan_lines(request, plan)))
 
 
 if __name__ == "__main__":

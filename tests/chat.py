@@ -11,7 +11,8 @@ import numpy as np
 import tokenizers
 
 from megalite.data.indexed_dataset import IndexedWriter
-from megalite.data.preprocessing.preprocess import PreprocessJob, preprocess
+from megalite.data.preprocessing.input_plan import PreprocessJob
+from megalite.data.preprocessing.preprocess import preprocess
 from megalite.data.tokenizers.tokenizer import TokenizerFiles
 
 ROOT = Path(__file__).parents[1]

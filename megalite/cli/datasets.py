@@ -24,7 +24,7 @@ from megalite.data.inspect_dataset import (
 from megalite.data.loss_mask import LossMask, has_loss_mask
 from megalite.data.mixture import MixtureOrder, MixturePlan, num_samples_until
 from megalite.data.sharded_dataset import corpus_lengths, list_path, open_dataset
-from megalite.data.tokenizers.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
+from megalite.data.tokenizers.tokenizer import TOKENIZER_TYPES, Tokenizer, TokenizerFiles, build_tokenizer
 from megalite.data.tokenizers.train_tokenizer import DEFAULT_VOCAB_SIZE, TRAINERS, read_texts, write_tokenizer
 from megalite.frontends.tool_parser import ToolParser, local_path, positive_int
 from megalite.utils.errors import UserError
@@ -180,17 +180,10 @@ def inspect_dataset(arguments: Sequence[str]) -> None:
 
 
 def _tokenizer(flags: argparse.Namespace) -> Tokenizer | None:
-    files = (flags.tokenizer_type, flags.tokenizer_model, flags.vocab_file, flags.merge_file)
-    if not any((*files, flags.tokenizer_name_or_path)):
+    named = flags.tokenizer_model, flags.vocab_file, flags.merge_file, flags.tokenizer_name_or_path
+    if not any((flags.tokenizer_type, *named)):
         return None
-    return build_tokenizer(
-        flags.tokenizer_type,
-        tokenizer_model=flags.tokenizer_model,
-        vocab_file=flags.vocab_file,
-        merge_file=flags.merge_file,
-        name_or_path=flags.tokenizer_name_or_path,
-        vocab_size=flags.vocab_size,
-    )
+    return build_tokenizer(flags.tokenizer_type, TokenizerFiles(*named, flags.vocab_size))
 
 
 def _print_document(dataset: IndexedDataset, number: int, tokenizer: Tokenizer | None) -> None:

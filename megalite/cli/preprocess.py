@@ -18,14 +18,9 @@ from megalite.data.preprocessing.documents import (
     find_inputs,
     input_kind,
 )
-from megalite.data.preprocessing.preprocess import (
-    PreprocessingProgress,
-    PreprocessJob,
-    num_cores,
-    preprocess,
-    problems_of,
-)
-from megalite.data.preprocessing.preprocessing_report import skipped_text
+from megalite.data.preprocessing.input_plan import PreprocessJob
+from megalite.data.preprocessing.preprocess import num_cores, preprocess, problems_of
+from megalite.data.preprocessing.preprocessing_report import PreprocessingProgress, skipped_text
 from megalite.data.tokenizers.tokenizer import TOKENIZER_TYPES, TokenizerFiles
 from megalite.frontends.tool_parser import ToolParser, positive_int
 from megalite.utils.errors import ConfigError

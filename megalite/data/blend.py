@@ -184,8 +184,12 @@ class Epochs:
             raise UserError("a dataset without samples cannot be trained on")
         self.dataset = dataset
         self._num_samples = num_samples
-        self._seed = seed
-        self._order = lru_cache(maxsize=2)(self._permutation)  # samples are read ahead into the next epoch
+
+        @lru_cache(maxsize=2)  # samples are read ahead into the next epoch
+        def order(epoch: int) -> npt.NDArray[np.int64]:
+            return np.random.default_rng((seed, epoch)).permutation(len(dataset))
+
+        self._order = order
 
     def __len__(self) -> int:
         return self._num_samples
@@ -200,10 +204,6 @@ class Epochs:
 
     def verify_files(self) -> None:
         verify_files(self.dataset)
-
-    def _permutation(self, epoch: int) -> npt.NDArray[np.int64]:
-        """Return the order of one epoch, int64 ``[n]``."""
-        return np.random.default_rng((self._seed, epoch)).permutation(len(self.dataset))
 
 
 class OnePass:

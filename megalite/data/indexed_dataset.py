@@ -382,7 +382,9 @@ class IndexedWriter:
         except OSError as failure:
             raise UserError(f"cannot write {self.prefix}.bin and .idx: {failure.strerror}") from None
         finally:
-            self._discard()
+            self._bin.close()
+            for temporary in filter(os.path.exists, map(self._temporary, ("bin", "idx"))):
+                os.remove(temporary)
 
     def _append(self, tokens: npt.NDArray[Any], lengths: npt.NDArray[Any]) -> None:
         assert int(lengths.sum()) == tokens.size, "lengths must sum to the number of tokens"
@@ -412,12 +414,6 @@ class IndexedWriter:
             sizes = len(lengths), len(counts)
             write_index(stream, self.dtype, sizes, lambda: [lengths], lambda: [counts])
         replace_dataset(self.prefix, {kind: self._temporary(kind) for kind in ("bin", "idx")})
-
-    def _discard(self) -> None:
-        self._bin.close()
-        for extension in ("bin", "idx"):
-            if os.path.exists(self._temporary(extension)):
-                os.remove(self._temporary(extension))
 
     def _temporary(self, extension: str) -> str:
         return f"{self.prefix}.{extension}.{os.getpid()}.tmp"

@@ -49,7 +49,8 @@ def summarize(dataset: IndexedDataset) -> DatasetSummary:
         exponents = np.frexp(part.astype(np.float64))[1]  # k where 2**(k-1) <= length < 2**k, and 0 for 0
         counts += np.bincount(exponents, minlength=len(counts))
         shortest, longest = min(shortest, int(part.min())), max(longest, int(part.max()))
-    low, high = _token_range(dataset)
+    ranges = [(int(block.min()), int(block.max())) for block in dataset.token_blocks()]
+    low, high = min((low for low, _ in ranges), default=0), max((high for _, high in ranges), default=0)
     dataset.check_files()
     return DatasetSummary(int(counts[0]), min(shortest, longest), longest, low, high, counts)
 
@@ -121,11 +122,6 @@ def histogram_lines(counts: npt.NDArray[np.int64]) -> Iterator[str]:
 def _blocks(total: int) -> Iterator[slice]:
     for first in range(0, total, _BLOCK):
         yield slice(first, min(first + _BLOCK, total))
-
-
-def _token_range(dataset: IndexedDataset) -> tuple[int, int]:
-    ranges = [(int(block.min()), int(block.max())) for block in dataset.token_blocks()]
-    return min((low for low, _ in ranges), default=0), max((high for _, high in ranges), default=0)
 
 
 def _document_at(dataset: IndexedDataset, token: int) -> str:

@@ -384,21 +384,22 @@ def _usage(program: str) -> Iterator[str]:
 def full_help(program: str) -> Iterator[str]:
     """Yield the lines of --help-all: every flag, with its field's docstring and default."""
     yield from _usage(program)
-    yield from _entry(
-        ["--config FILE.yaml"], "Read settings from a YAML file, as --print-config writes them."
-    )
-    yield from _entry(["--deepspeed_config FILE.json"], "Read settings from a DeepSpeed JSON file.")
-    yield from _entry(
-        ["--override-flags"],
-        "Let flags after this one replace flags before it, for scripts that pass on a user's flags.",
-    )
-    for name, text in TOKEN_FLAGS.items():
-        yield from _entry([f"{name} INT"], f"{text} Converted to samples of --seq-length tokens.")
-    for name, text in (LATENT_ROTARY_FLAGS | FSDP_FLAGS).items():
+    own = {
+        "--config FILE.yaml": "Read settings from a YAML file, as --print-config writes them.",
+        "--deepspeed_config FILE.json": "Read settings from a DeepSpeed JSON file.",
+        "--override-flags": "Let flags after this one replace flags before it, for scripts that pass on a "
+        "user's flags.",
+        **{
+            f"{name} INT": f"{text} Converted to samples of --seq-length tokens."
+            for name, text in TOKEN_FLAGS.items()
+        },
+        **(LATENT_ROTARY_FLAGS | FSDP_FLAGS),
+        "--print-config": "Print all settings as YAML, and exit.",
+        "--help, -h": "Print the flags that most runs need, and exit.",
+        "--help-all": "Print this help, and exit.",
+    }
+    for name, text in own.items():
         yield from _entry([name], text)
-    yield from _entry(["--print-config"], "Print all settings as YAML, and exit.")
-    yield from _entry(["--help", "-h"], "Print the flags that most runs need, and exit.")
-    yield from _entry(["--help-all"], "Print this help, and exit.")
     title = ""
     for field in config_fields():
         section = f"{field.group}, {field.section}" if field.section else field.group

@@ -5,9 +5,8 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -36,7 +35,7 @@ FIGURE = 1.0
 @contextmanager
 def meta_tensors() -> Iterator[None]:
     """Let the training code run on meta tensors in this block, without changes to that code."""
-    with scoped_library("aten", "IMPL") as library, reading(_meta_operators()):
+    with scoped_library("aten", "IMPL") as library, reading(_META_OPERATORS):
         library.impl("scaled_dot_product_attention", fused_attention, "AutogradMeta")
         yield
 
@@ -94,30 +93,26 @@ class _MetaOperators(Reader):
         if args and out is args[0]:
             self._known[key] = _ITSELF
             return
-        results = out if isinstance(out, tuple) else (out,)
-        input_storages = {storage_number(each.untyped_storage()) for each in args if isinstance(each, Tensor)}
-        likes: list[_Like | None] = []
-        for each in results:
-            if each is not None:
-                if (
-                    not isinstance(each, Tensor)
-                    or not each.is_meta
-                    or storage_number(each.untyped_storage()) in input_storages
-                ):
-                    return
-                likes.append(_Like(tuple(each.shape), each.stride(), each.dtype))
-            else:
-                likes.append(None)
-        if isinstance(out, tuple):
-            self._known[key] = likes
-        elif likes[0] is not None:
-            self._known[key] = likes[0]
+        storages = {storage_number(each.untyped_storage()) for each in args if isinstance(each, Tensor)}
+
+        def like(result: Any) -> _Like | None:
+            """Raise `_HasValuesError` if a result cannot be made from its sizes."""
+            if result is None:
+                return None
+            is_meta = isinstance(result, Tensor) and result.is_meta
+            if not is_meta or storage_number(result.untyped_storage()) in storages:
+                raise _HasValuesError
+            return _Like(tuple(result.shape), result.stride(), result.dtype)
+
+        with suppress(_HasValuesError):
+            if isinstance(out, tuple):
+                self._known[key] = list(map(like, out))
+            elif (known := like(out)) is not None:
+                self._known[key] = known
 
 
-@cache
-def _meta_operators() -> _MetaOperators:
-    """Return the operators of this process, so that runs share their results."""
-    return _MetaOperators()
+_META_OPERATORS = _MetaOperators()
+"""The operators of this process, so that runs share their results."""
 
 
 class _HasValuesError(Exception):

@@ -44,10 +44,6 @@ def _bmm(a: Tensor, b: Tensor) -> GemmCall:
     return GemmCall(a.shape[1], b.shape[2], a.shape[2], a.shape[0], a.element_size())
 
 
-def _weight_gradient(total: Tensor, grad: Tensor, x: Tensor, *_: Any) -> GemmCall:
-    return GemmCall(grad.shape[1], x.shape[1], x.shape[0], 1, x.element_size(), True)
-
-
 def _grouped_mm(a: Tensor, b: Tensor, ends: Tensor, *_: Any) -> GemmCall:
     """Return the GEMMs of groups of equal size: of the rows of `a`, or of the dim over which they sum."""
     num_groups = len(ends)
@@ -65,23 +61,15 @@ _GEMMS: dict[Any, Callable[..., GemmCall]] = {
     _ATEN.bmm: _bmm,
     _ATEN.baddbmm: lambda total, a, b, *_: _bmm(a, b),
     _ATEN.baddbmm_: lambda total, a, b, *_: _bmm(a, b),
-    _OURS.add_weight_gradient_: _weight_gradient,
+    _OURS.add_weight_gradient_: lambda total, grad, x, *_: GemmCall(
+        *(grad.shape[1], x.shape[1], x.shape[0], 1, x.element_size()), adds=True
+    ),
     torch_private.grouped_mm: _grouped_mm,
     torch_private.scaled_mm_operator: lambda a, b, *_: _mm(a, b),
 }
 _CASTS = {_OURS.amax, _OURS.round_tensor, _OURS.round_and_measure, _OURS.round_in_blocks}
 """Operators that find the largest magnitude of a GEMM's operand, or round it. One that rounds to a dtype
 but returns what the codes stand for, in the dtype of its argument, has the dtype as its second argument."""
-
-
-def _attention(
-    kernel: str, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, p: float, back: bool
-) -> AttentionCall:
-    b, heads, queries, size = q.shape
-    sizes = size, v.shape[3]
-    return AttentionCall(
-        kernel, b * heads, b * k.shape[1], queries, k.shape[2], *sizes, is_causal, p > 0.0, back
-    )
 
 
 class _AttentionOperator(NamedTuple):
@@ -97,13 +85,17 @@ class _AttentionOperator(NamedTuple):
     is_causal: int
     dropout: int
 
-    def call(self, args: Sequence[Any], options: Mapping[str, Any]) -> AttentionCall:
+    def call(self, args: Sequence[Any]) -> AttentionCall:
         q, k, v = args[self.first : self.first + 3]
+        b, heads, queries, size = q.shape
         p = args[self.dropout] if len(args) > self.dropout else 0.0
-        if self.kernel == "triton":  # its argument is the end of each query's document, if it sees all of it
-            return _attention("triton", q, k, v, args[self.is_causal] is None, p, self.first > 0)
-        is_causal = bool(args[self.is_causal]) if len(args) > self.is_causal else False
-        return _attention("sdpa", q, k, v, is_causal, p, self.first > 0)
+        flag = args[self.is_causal] if len(args) > self.is_causal else False
+        # The argument of triton's is the end of each query's document, if it sees all of it.
+        is_causal = flag is None if self.kernel == "triton" else bool(flag)
+        return AttentionCall(
+            *(self.kernel, b * heads, b * k.shape[1], queries, k.shape[2], size, v.shape[3]),
+            *(is_causal, p > 0.0, self.first > 0),
+        )
 
 
 _ATTENTION = {
@@ -217,7 +209,7 @@ class OperatorLog(Reader):
         elif packet in _GEMMS:
             self._add_gemm(_GEMMS[packet](*args), args, out)
         elif packet in _ATTENTION:
-            call = _ATTENTION[packet].call(args, kwargs)
+            call = _ATTENTION[packet].call(args)
             self._attention.append(call._replace(window=self._window))
         elif recurrence := recurrence_call(func, args):
             self._recurrences.append(recurrence)

@@ -7,14 +7,14 @@ import json
 import os
 import sys
 from contextlib import suppress
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from functools import cache, lru_cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from megalite.config import LayerSpec
-from megalite.observe.unit_record import PhaseRecord, UnitKey, UnitRecord, as_json, from_json
+from megalite.observe.unit_record import PhaseRecord, UnitKey, UnitRecord, from_json
 
 _PACKAGES = ("attention", "config", "data", "distributed", "kernels", "model", "observe", "tensor_parallel")
 """Packages that determine what a record contains."""
@@ -40,11 +40,11 @@ def unit_record(key: UnitKey) -> UnitRecord:
     found = _load(key)
     if found is not None:
         with suppress(KeyError, TypeError, ValueError):
-            return from_json(found)
+            return from_json(UnitRecord, found)
     from megalite.observe.record_unit import record_unit  # imports torch
 
     record = record_unit(key)
-    _store(key, as_json(record))
+    _store(key, asdict(record))
     return record
 
 

@@ -6,10 +6,12 @@ record. These classes need no torch.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from megalite.config import ModelConfig
 from megalite.config.parallel import KeyExchange
@@ -404,35 +406,24 @@ class UnitRecord:
         return sum(math.prod(weight.shape) for weight in self.weights)
 
 
-def as_json(record: UnitRecord) -> dict[str, Any]:
-    """Return an object for `from_json`."""
-    return asdict(record)
+def from_json(kind: Any, found: Any) -> Any:
+    """Return a `UnitRecord`, or a part of one, from the JSON of its `asdict`.
 
-
-def from_json(found: dict[str, Any]) -> UnitRecord:
-    """Return the record of an object that `as_json` made.
+    Args:
+        kind: type of the part.
 
     Raises:
         KeyError, TypeError, ValueError: it is not such an object.
     """
-    weights = tuple(
-        WeightRecord(name, tuple(shape), size, is_cut, is_tied, tuple((m, n) for m, n in matrices), mesh)
-        for name, shape, size, is_cut, is_tied, matrices, mesh in found.pop("weights")
-    )
-    forward, backward, weight = (_phase(found.pop(name)) for name in PHASES)
-    saved = tuple(SavedPart(*each) for each in found.pop("saved"))
-    return UnitRecord(weights, forward, backward, weight, saved=saved, **found)
+    if get_origin(kind) is tuple:
+        kinds = get_args(kind)
+        each_kind = itertools.repeat(kinds[0], len(found)) if kinds[-1] is ... else kinds
+        return tuple(from_json(*each) for each in zip(each_kind, found, strict=True))
+    if isinstance(found, dict):
+        return kind(**{name: from_json(each, found[name]) for name, each in _types(kind).items()})
+    if isinstance(found, list):
+        return kind(*(from_json(*each) for each in zip(_types(kind).values(), found, strict=True)))
+    return found
 
 
-def _phase(found: dict[str, Any]) -> PhaseRecord:
-    return PhaseRecord(
-        gemms=tuple(GemmCall(*each) for each in found.pop("gemms")),
-        attention=tuple(AttentionCall(*each) for each in found.pop("attention")),
-        recurrences=tuple(RecurrenceCall(*each) for each in found.pop("recurrences")),
-        casts=tuple(CastCall(*each) for each in found.pop("casts")),
-        collectives=tuple(
-            JoinedCollective(CollectiveCall(*call), gemm, is_hidden)
-            for call, gemm, is_hidden in found.pop("collectives")
-        ),
-        **found,
-    )
+_types = cache(get_type_hints)

@@ -170,22 +170,12 @@ def _request(config: Config, set_fields: Collection[str], cluster: Cluster, *, i
         config = with_cpu_defaults(config)
     if config.parallel.dynamic_context_parallel:
         fixed.add("cp_comm_type")
-    return Request(
-        config=replace(
-            config,
-            parallel=replace(config.parallel, layout="manual", dynamic_context_parallel=False),
-            data=DataConfig(mock_data=True),  # a plan does not depend on it, and its rules take time
-        ),
-        cluster=cluster,
-        costs=Costs(),
-        training_tokens=(),
-        assumed_tokens=(),
-        fixed_fields=frozenset(fixed),
-        assumed=(),
-        notices=(),
-        top=None,
-        is_json=False,
+    planned = replace(
+        config,
+        parallel=replace(config.parallel, layout="manual", dynamic_context_parallel=False),
+        data=DataConfig(mock_data=True),  # a plan does not depend on it, and its rules take time
     )
+    return Request(planned, cluster, Costs(), frozenset(fixed))
 
 
 def _cluster(

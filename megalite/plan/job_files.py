@@ -308,7 +308,6 @@ def pytorch_job(job: Kubernetes, run: StartedRun, *, grace_seconds: int) -> str:
         "gpus_per_node": str(job.gpus_per_node),
         "nodes": str(job.nodes),
         "grace_seconds": str(grace_seconds),
-        "note": '"$PWD/requeue-$SLURM_JOB_ID"' if run.save and is_s3(run.save) else '"$save/requeue"',
         "shutdown_seconds": str(grace_seconds - 30),
         "image": yaml_value(job.image),
         "command": ", ".join(map(yaml_value, shlex.split(run.command))),

@@ -37,17 +37,12 @@ def gemm_seconds(gpu: Gpu, m: int, n: int, k: int, batch: int = 1, element_bytes
     for rows, columns, share in TILES:
         waves = math.ceil(math.ceil(m / rows) * math.ceil(n / columns) * batch / gpu.num_sms)
         multiplying = 2 * rows * columns * k * gpu.num_sms / (full * share)
-        candidates.append(waves * (multiplying + _tile_overhead(gpu, rows * columns * result_bytes)))
+        # At its start and end, a tile multiplies nothing: it waits for the first operands, and writes its
+        # results with its share of the memory bandwidth.
+        written = rows * columns * result_bytes * gpu.num_sms / memory_bandwidth(gpu)
+        candidates.append(waves * (multiplying + (FILL_SECONDS + written)))
     moved = batch * (element_bytes * (m * k + k * n) + result_bytes * m * n)
     return max(min(candidates), moved / memory_bandwidth(gpu)) + KERNEL_SECONDS
-
-
-def _tile_overhead(gpu: Gpu, num_bytes: float) -> float:
-    """Return the seconds at the start and end of a tile in which its multiprocessor multiplies nothing.
-
-    It waits for the first operands, and writes the tile's `num_bytes` with its share of the memory bandwidth.
-    """
-    return FILL_SECONDS + num_bytes * gpu.num_sms / memory_bandwidth(gpu)
 
 
 def alignment_rate(*row_lengths: int) -> float:

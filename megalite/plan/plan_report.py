@@ -87,7 +87,10 @@ def answer(arguments: Sequence[str], watch: Watch = watch_nothing) -> Iterable[s
     if request.top is not None:
         return _all(request, request.top, watch)
     plan = requested_plan(request)
-    return [json.dumps(_object(request, plan))] if request.is_json else plan_lines(request, plan)
+    if request.is_json:
+        return [json.dumps(_object(request, plan))]
+    command = command_lines(start_command(request, plan.run.config)) if plan.fits else [NO_COMMAND]
+    return [*plan_lines(request, plan), "", *command]
 
 
 def requested_plan(request: Request) -> RunPlan:
@@ -153,7 +156,7 @@ def _object(request: Request, plan: RunPlan) -> dict[str, Any]:
 
 
 def plan_lines(request: Request, plan: RunPlan) -> Iterator[str]:
-    """Yield the plan of one layout."""
+    """Yield the plan of one layout, without the command that starts it."""
     run, time = plan.run, plan.time
     yield from _assumptions(request)
     yield (
@@ -179,8 +182,6 @@ def plan_lines(request: Request, plan: RunPlan) -> Iterator[str]:
         yield from textwrap.wrap(f"warning: {_host_bound(plan)}", 80, break_on_hyphens=False)
     yield from _cost_lines(request, plan)
     yield from _goodput_lines(request, plan)
-    yield ""
-    yield from command_lines(start_command(request, run.config)) if plan.fits else [NO_COMMAND]
 
 
 def _sizes_text(run: PlannedRun, joined_by: str = " x ") -> str:

@@ -82,13 +82,13 @@ class Request:
     config: Config
     cluster: Cluster
     costs: Costs
-    training_tokens: tuple[str, ...]
-    assumed_tokens: tuple[str, ...]
     fixed_fields: frozenset[str]
-    assumed: tuple[str, ...]
-    notices: tuple[str, ...]
-    top: int | None
-    is_json: bool
+    training_tokens: tuple[str, ...] = ()
+    assumed_tokens: tuple[str, ...] = ()
+    assumed: tuple[str, ...] = ()
+    notices: tuple[str, ...] = ()
+    top: int | None = None
+    is_json: bool = False
     program: str | None = None
     provider: Callable[..., Any] | None = None
     reliability: Reliability | None = None

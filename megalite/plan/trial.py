@@ -277,14 +277,9 @@ def _started(command: Sequence[str], num_ranks: int, folder: Path) -> Iterator[l
     finally:
         for sent in (signal.SIGTERM, signal.SIGKILL):
             for rank in ranks:
-                _signal(rank, sent)
+                with suppress(ProcessLookupError):
+                    os.killpg(rank.pid, sent)  # the whole group: children of a rank may outlive it
             _wait(ranks, GRACE_SECONDS)
-
-
-def _signal(rank: subprocess.Popen[bytes], sent: signal.Signals) -> None:
-    # Signal the whole group: children of a rank may outlive it.
-    with suppress(ProcessLookupError):
-        os.killpg(rank.pid, sent)
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:

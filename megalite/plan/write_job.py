@@ -7,7 +7,6 @@ import re
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import takewhile
 from pathlib import Path
 
 from megalite.config import Config
@@ -70,7 +69,7 @@ def write_job(arguments: Sequence[str], description: str) -> list[str]:
         text = batch_script(job, started, warn_seconds=checked_warning(job, plan), setup=own.setup)
     write_script(output, text, own.force)
     return [
-        *plan_notes(list(plan_lines(request, plan))),
+        *plan_lines(request, plan),
         "",
         *(f"warning: {warning}" for warning in found),
         f"wrote {output}; submit it with: {submit} {as_word(output)}",
@@ -215,14 +214,6 @@ def run_warnings(request: Request, plan: RunPlan, config: Config) -> Iterator[st
         yield f"--tp {plan.run.tp} is larger than the {gpus} GPUs of a node, which is slow"
     if run_costs(plan, request.costs).get("days") is None:
         yield "the run has no length: pass --train-iters or --train-samples"
-
-
-def plan_notes(lines: Sequence[str]) -> list[str]:
-    """Return the lines of a plan, without the command, which the script replaces."""
-    kept = list(takewhile(lambda line: not line.startswith("torchrun "), lines))
-    while kept and not kept[-1]:
-        kept.pop()
-    return kept
 
 
 def _request(own: argparse.Namespace, rest: Sequence[str]) -> tuple[Request, Config]:

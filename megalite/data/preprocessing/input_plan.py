@@ -14,7 +14,7 @@ import zlib
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, BinaryIO
 
@@ -98,13 +98,16 @@ class PreprocessJob:
         return [*tokens, np.dtype(np.uint8)] if self.chat else tokens
 
     def build_tokenizer(self) -> Tokenizer:
-        return build_tokenizer(self.tokenizer_type, **asdict(self.tokenizer_files))
+        return build_tokenizer(self.tokenizer_type, self.tokenizer_files)
 
     def made_with(self, files: Sequence[str], tokenizer: Tokenizer) -> dict[str, Any]:
         """Return everything that the output depends on, by flag; a resumed run must have the same values."""
         chat = {"--chat": chat_template_of(tokenizer, self.now).digest} if self.chat else {}
+        digest = hashlib.sha256()  # of names, sizes and times: reading the contents would take too long
+        for name, state in zip(files, file_states(files), strict=True):
+            digest.update(repr((name, None if name == STANDARD_INPUT else state)).encode())
         return chat | {
-            "--input": _digest_of_names(files),
+            "--input": digest.hexdigest(),
             "--tokenizer-type": tokenizer_digest(tokenizer),
             "--json-keys": list(self.json_keys),
             "--append-eod": self.append_eod,
@@ -115,14 +118,6 @@ class PreprocessJob:
             "--on-error": "skip" if self.skip_bad_records else "fail",
             "--partition": "{}/{}".format(*self.partition),
         }
-
-
-def _digest_of_names(files: Sequence[str]) -> str:
-    """Return a digest of the files' names, sizes and times: reading their contents would take too long."""
-    digest = hashlib.sha256()
-    for name, state in zip(files, file_states(files), strict=True):
-        digest.update(repr((name, None if name == STANDARD_INPUT else state)).encode())
-    return digest.hexdigest()
 
 
 _MIN_PIECE_BYTES = 4 << 20

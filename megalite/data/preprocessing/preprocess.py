@@ -52,15 +52,6 @@ from megalite.utils.errors import ConfigError, UserError, collected
 from megalite.utils.files import no_follow, open_new, parse_json, replace_file, url_problem
 from megalite.utils.log import log
 
-__all__ = [
-    "PreprocessJob",
-    "PreprocessingProgress",
-    "PreprocessingSummary",
-    "num_cores",
-    "preprocess",
-    "problems_of",
-]
-
 OnProgress = Callable[[PreprocessingProgress], None]
 
 
@@ -372,7 +363,8 @@ class Ledger:
             self._lines.close()
         refused = kind is not None and issubclass(kind, UserError) and not issubclass(kind, WorkerDied)
         if kind is None or (refused and not self._has_earlier_work):
-            self._remove()
+            self._header_path.unlink(missing_ok=True)  # first, because no run can resume without it
+            shutil.rmtree(self.folder, ignore_errors=True)
         self._lock.close()
 
     @property
@@ -414,10 +406,6 @@ class Ledger:
             self._lines.write(json.dumps(asdict(result)).encode() + b"\n")
         except OSError as error:
             raise CannotWrite(f"cannot write {self.folder}: {error.strerror}") from None
-
-    def _remove(self) -> None:
-        self._header_path.unlink(missing_ok=True)  # first, because no run can resume without it
-        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def _from_json(fields: dict[str, Any]) -> PieceResult:

@@ -101,7 +101,6 @@ class DatasetReport:
     """Report on one dataset: the same for any number of workers, with or without an interruption."""
 
     prefix: str
-    """Size of the .bin and .idx in bytes."""
     num_documents: int
     num_sequences: int
     num_tokens: int

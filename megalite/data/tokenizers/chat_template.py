@@ -11,7 +11,7 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -202,7 +202,8 @@ def _environment(now: datetime.datetime) -> jinja2.sandbox.ImmutableSandboxedEnv
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
-    environment.filters["tojson"] = _to_json
+    # Jinja's own filter would escape HTML.
+    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     environment.globals["raise_exception"] = _refuse
     environment.globals[_CLOCK] = now.strftime
     return environment
@@ -210,11 +211,6 @@ def _environment(now: datetime.datetime) -> jinja2.sandbox.ImmutableSandboxedEnv
 
 def _refuse(message: str) -> None:
     raise _Refused(message)
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    """Write a value as JSON. Jinja's own filter would escape HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
 def _without_marks(text: str) -> Rendered:

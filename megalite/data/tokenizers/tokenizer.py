@@ -69,7 +69,15 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """Settings of a tokenizer besides its kind, named like the flags."""
+    """Settings of a tokenizer besides its kind, named like the flags.
+
+    Attributes:
+        tokenizer_model: a tokenizer.json or its folder, or a SentencePiece model.
+        vocab_file: GPT-2's vocab.json, or BERT's vocab.txt.
+        merge_file: GPT-2's merges.txt.
+        name_or_path: folder of a tokenizer.json, or name of a model in Hugging Face's local cache.
+        vocab_size: vocabulary size of a NullTokenizer.
+    """
 
     tokenizer_model: str | None = None
     vocab_file: str | None = None
@@ -130,29 +138,15 @@ class NullTokenizer(Tokenizer):
         return " ".join(map(str, ids))
 
 
-def build_tokenizer(
-    tokenizer_type: str | None,
-    *,
-    tokenizer_model: str | None = None,
-    vocab_file: str | None = None,
-    merge_file: str | None = None,
-    name_or_path: str | None = None,
-    vocab_size: int | None = None,
-) -> Tokenizer:
+def build_tokenizer(tokenizer_type: str | None, files: TokenizerFiles) -> Tokenizer:
     """Build the tokenizer of a kind from its files.
 
     Args:
         tokenizer_type: one of TOKENIZER_TYPES; None to detect the kind from the files.
-        tokenizer_model: a tokenizer.json or its folder, or a SentencePiece model.
-        vocab_file: GPT-2's vocab.json, or BERT's vocab.txt.
-        merge_file: GPT-2's merges.txt.
-        name_or_path: folder of a tokenizer.json, or name of a model in Hugging Face's local cache.
-        vocab_size: vocabulary size of a NullTokenizer.
 
     Raises:
         UserError: the kind is unknown, or a file that it needs is missing or cannot be read.
     """
-    files = TokenizerFiles(tokenizer_model, vocab_file, merge_file, name_or_path, vocab_size)
     kind = tokenizer_type or _type_for(files)
     if kind in _UNSUPPORTED:
         raise UserError(f"--tokenizer-type {kind} is not supported: {_UNSUPPORTED[kind]}")
@@ -170,14 +164,8 @@ def configured_tokenizer(data: DataConfig, vocab_size: int | None) -> Tokenizer:
     Raises:
         UserError: as `build_tokenizer`.
     """
-    return build_tokenizer(
-        data.resolved_tokenizer_type,
-        tokenizer_model=data.tokenizer_model,
-        vocab_file=data.vocab_file,
-        merge_file=data.merge_file,
-        name_or_path=data.tokenizer_name_or_path,
-        vocab_size=vocab_size,
-    )
+    named = data.tokenizer_model, data.vocab_file, data.merge_file, data.tokenizer_name_or_path
+    return build_tokenizer(data.resolved_tokenizer_type, TokenizerFiles(*named, vocab_size))
 
 
 def _type_for(files: TokenizerFiles) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import textwrap
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -430,12 +431,8 @@ def _tensor_difference(name: str, one: FolderView, other: FolderView) -> TensorD
 
 
 def _has_same_bits(a: Tensor, b: Tensor) -> bool:
-    pieces = zip(_bytes(a).split(CHUNK), _bytes(b).split(CHUNK), strict=True)
-    return all(torch.equal(*pair) for pair in pieces)
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
+    pieces = (tensor.contiguous().view(-1).view(torch.uint8).split(CHUNK) for tensor in (a, b))
+    return all(itertools.starmap(torch.equal, zip(*pieces, strict=True)))
 
 
 def _distance(a: Tensor, b: Tensor) -> tuple[float, float]:

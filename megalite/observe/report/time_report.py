@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from itertools import pairwise
@@ -87,36 +87,26 @@ def _seconds(row: HistoryRow | None) -> float:
 
 def tables(run: Run) -> Iterator[Table]:
     """Yield tables of slow iterations, starts and so on; empty tables are omitted."""
-    yield from _filled(
-        "Slowest iterations",
-        ("iteration", "ms", "times the median", "when (UTC)", "note"),
-        _slowest(run),
+    broken = f"{run.history.num_broken} broken lines were skipped"
+    found: tuple[tuple[str, tuple[str, ...], Iterable[tuple[str, ...]]], ...] = (
+        (
+            "Slowest iterations",
+            ("iteration", "ms", "times the median", "when (UTC)", "note"),
+            _slowest(run),
+        ),
+        ("Starts", ("from iteration", "when (UTC)", "down before", "repeated"), _starts(run.history)),
+        (
+            "Layout changes",
+            ("after iteration", "from", "to", "seconds", "GB sent", "why"),
+            _layout_changes(run.history),
+        ),
+        ("Checkpoints", ("iteration", "written at (UTC)", "GB", "seconds to write"), _saves(run)),
+        ("From its logs", ("file", "line"), _lines(run.logs)),
+        ("Damage", ("file", "what"), [(str(run.source), broken)] if run.history.num_broken else []),
     )
-    yield from _filled(
-        "Starts",
-        ("from iteration", "when (UTC)", "down before", "repeated"),
-        _starts(run.history),
-    )
-    yield from _filled(
-        "Layout changes",
-        ("after iteration", "from", "to", "seconds", "GB sent", "why"),
-        _layout_changes(run.history),
-    )
-    yield from _filled(
-        "Checkpoints",
-        ("iteration", "written at (UTC)", "GB", "seconds to write"),
-        _saves(run),
-    )
-    yield from _filled("From its logs", ("file", "line"), _lines(run.logs))
-    if run.history.num_broken:
-        broken = ((str(run.source), f"{run.history.num_broken} broken lines were skipped"),)
-        yield Table("Damage", ("file", "what"), broken)
-
-
-def _filled(title: str, heads: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> Iterator[Table]:
-    found = tuple(rows)
-    if found:
-        yield Table(title, heads, found)
+    for title, heads, rows in found:
+        if cells := tuple(rows):
+            yield Table(title, heads, cells)
 
 
 def _slowest(run: Run) -> Iterator[tuple[str, ...]]:

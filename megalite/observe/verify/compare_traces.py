@@ -146,11 +146,8 @@ def compared_activations(
     for trace in run:
         for entry in (*trace.microbatches, *trace.activations):
             key = next((by_name[name] for name in entry.names if name in by_name), None)
-            if key is None:
-                unplaced.add(entry.names[0])
-                continue
-            compared = _compare(trace, entry, full[key], reference, is_gradient=False)
-            if compared is None:
+            compared = key and _compare(trace, entry, full[key], reference, is_gradient=False)
+            if not key or not compared:
                 unplaced.add(entry.names[0])
                 continue
             is_constant = entry.gradient is not None and not bool(entry.gradient.any())

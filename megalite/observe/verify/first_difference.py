@@ -88,7 +88,9 @@ def first_difference(
         if phase == "weight" and math.isinf(tolerance.weight):
             continue
         if phase == "forward" and (skipped := skipped_layers(run, reference)):
-            return _skipped_layers(skipped, iteration), num_unplaced
+            what = f"output of {' and '.join(skipped)} (forward, iteration {iteration})"
+            detail = "no rank runs it, and one rank alone does"
+            return FirstDifference(what, phase, skipped[0], [], [detail]), num_unplaced
         found = sorted((each for each in events if each.phase == phase), key=lambda each: each.order)
         judge = Judge(phase, scales[phase], tolerance, rounded if phase.startswith("weight") else frozenset())
         if phase in ("recomputed", "backward"):  # a representation that differed in forward differs again
@@ -99,11 +101,6 @@ def first_difference(
         if differing is not None:
             return judge.described(differing, found, iteration), num_unplaced
     return None, num_unplaced
-
-
-def _skipped_layers(layers: Sequence[str], iteration: int) -> FirstDifference:
-    what = f"output of {' and '.join(layers)} (forward, iteration {iteration})"
-    return FirstDifference(what, "forward", layers[0], [], ["no rank runs it, and one rank alone does"])
 
 
 def _scale(events: Iterable[Event]) -> float:

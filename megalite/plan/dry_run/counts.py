@@ -211,10 +211,10 @@ def count_iteration(run: RunContext, datasets: DatasetSplits, repetition: Repeti
     topology, whole = run.topology, run
     if repetition is not None:
         marked = tuple(repetition.first + i * repetition.period for i in (-1, 0, 1))
-        run = replace(
-            run,
-            config=_with_microbatches(run.config, repetition.num_microbatches * topology.sample_ranks.size),
-        )
+        number = repetition.num_microbatches * topology.sample_ranks.size  # of all replicas
+        samples = number * run.config.training.micro_batch_size
+        fixed = {"rampup_batch_size": None, "step_batch_size_schedule": None}
+        run = replace(run, config=with_fields(run.config, global_batch_size=samples, **fixed))
     traffic = Traffic(topology)
     with LiveBytes() as live, Trainer(run, datasets) as trainer:
         for chunk in trainer.chunks:
@@ -251,14 +251,6 @@ def _difference(total: Counter[str], part: Counter[str]) -> Counter[str]:
     found = total.copy()
     found.subtract(part)
     return Counter({name: size for name, size in found.items() if size})
-
-
-def _with_microbatches(config: Config, number: int) -> Config:
-    """Return the config with `number` microbatches in the first iteration, summed over all replicas."""
-    samples = number * config.training.micro_batch_size
-    return with_fields(
-        config, global_batch_size=samples, rampup_batch_size=None, step_batch_size_schedule=None
-    )
 
 
 def _num_actions(trainer: Trainer, repetition: Repetition | None) -> int:

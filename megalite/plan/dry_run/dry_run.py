@@ -238,11 +238,14 @@ LONGEST_PERIOD = 12
 
 def summarize_actions(actions: Sequence[Action]) -> str:
     """List the kinds of actions in order, with counts for repeated kinds and repeated parts of the list."""
-    runs = [(name, len(list(group))) for name, group in groupby(map(_kind, actions))]
+    kinds = (
+        f"{each.kind.value} of chunk {each.chunk}" if each.chunk else each.kind.value for each in actions
+    )
+    runs = [(name, len(list(group))) for name, group in groupby(kinds)]
     parts, i = [], 0
     while i < len(runs):
         length, times = _repetition_line(runs[i:])
-        part = ", ".join(map(_run, runs[i : i + length]))
+        part = ", ".join(name if count == 1 else f"{count} x {name}" for name, count in runs[i : i + length])
         parts.append(f"{times} x ({part})" if times > 1 else part)
         i += length * times
     return ", ".join(parts)
@@ -261,15 +264,6 @@ def _repetition_line(runs: Sequence[tuple[str, int]]) -> tuple[int, int]:
         if times > 1 and length * times > found[0] * found[1]:
             found = length, times
     return found
-
-
-def _kind(action: Action) -> str:
-    return f"{action.kind.value} of chunk {action.chunk}" if action.chunk else action.kind.value
-
-
-def _run(run: tuple[str, int]) -> str:
-    name, count = run
-    return name if count == 1 else f"{count} x {name}"
 
 
 def _data_lines(found: DryRun) -> Iterator[str]:
@@ -383,20 +377,16 @@ def corpora_of(config: Config, dp: int) -> Corpora:
     Raises:
         UserError: an .idx file is damaged, or the flags that name corpora are malformed.
     """
-    if config.data.mock_data:
-        return Corpora(skipped=("--mock-data reads no corpus",))
-    if config.model.architecture == "bert":
-        return Corpora(
-            skipped=("the samples of a bert depend on its sentences, which a run counts when it starts",)
-        )
-    if config.data.sft:
-        return Corpora(skipped=("the samples of --sft depend on how conversations fit into them",))
-    if config.data.packs_documents:
-        return Corpora(skipped=("the samples of --document-packing depend on how documents fit into them",))
-    if config.data.data_phases is not None:
-        return Corpora(
-            skipped=(f"{command_name('data-plan')} shows the use of the sources of --data-phases",)
-        )
+    data, is_bert = config.data, config.model.architecture == "bert"
+    reasons = (
+        (data.mock_data, "--mock-data reads no corpus"),
+        (is_bert, "the samples of a bert depend on its sentences, which a run counts when it starts"),
+        (data.sft, "the samples of --sft depend on how conversations fit into them"),
+        (data.packs_documents, "the samples of --document-packing depend on how documents fit into them"),
+        (data.data_phases, f"{command_name('data-plan')} shows the use of the sources of --data-phases"),
+    )
+    if reason := next((reason for holds, reason in reasons if holds), None):
+        return Corpora(skipped=(reason,))
     sources = find_sources(config.data)
     num_samples = dict(zip(SPLIT_NAMES, num_samples_of(config, dp), strict=True))
     draws = [

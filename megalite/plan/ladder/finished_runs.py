@@ -7,9 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megalite.config import Config
 from megalite.frontends.command_line import NEEDED_TO_TRAIN, parse_run
-from megalite.observe.report.run_folder import Run, open_run
+from megalite.observe.report.run_folder import open_run
 from megalite.observe.report.run_history import History
 from megalite.plan.ladder.sizes import CONFIG_FILE, LadderRun, measured_run, vocab_size_of
 from megalite.utils.errors import UserError
@@ -119,19 +118,14 @@ def _finished_run(folder: Path, dataset: str | None) -> FinishedRun:
     if last.iteration < length:
         raise UserError(f"it has not finished: iteration {last.iteration:,} of {length:,.0f}")
     tokens = last.values.get("consumed_tokens", 0.0)
-    config, vocab_size = _config(run)
+    if run.manifest is None:
+        raise UserError("it has no checkpoint, which has its config")
+    config, _, _ = parse_run(["--config", run.config_source], NEEDED_TO_TRAIN)
+    vocab_size = run.manifest.description["model"].get("vocab_size")  # which the run had
     return FinishedRun(
         measured_run(folder.name, config, vocab_size, int(tokens)),
         _last_loss(run.history, last.iteration, dataset),
     )
-
-
-def _config(run: Run) -> tuple[Config, int | None]:
-    """Return the config of the run's last checkpoint, and the vocabulary size that the run had."""
-    if run.manifest is None:
-        raise UserError("it has no checkpoint, which has its config")
-    config, _, _ = parse_run(["--config", run.config_source], NEEDED_TO_TRAIN)
-    return config, run.manifest.description["model"].get("vocab_size")
 
 
 def _last_loss(history: History, iteration: int, dataset: str | None) -> float:

@@ -262,36 +262,19 @@ def gpu_of_device(name: str) -> Gpu | None:
 
 _HOPPER_PEAK = float(int(_H100.tflops))  # 989, from the product pages, as in other frameworks' MFU
 
-_PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
-    ("B300", GPUS["b300"].tflops),
-    ("B200", GPUS["b200"].tflops),
-    ("GB200", GPUS["gb200"].tflops),
-    ("GB300", GPUS["gb300"].tflops),
+_OTHER_PEAKS: tuple[tuple[str, float], ...] = (
     ("B100", 1750.0),
     ("H200 NVL", 835.0),
-    ("H200", _HOPPER_PEAK),
-    ("GH200", _HOPPER_PEAK),
     ("H100 PCIE", 756.0),
     ("H100 NVL", 835.0),
-    ("H100", _HOPPER_PEAK),
-    ("H800", _HOPPER_PEAK),
     ("H20", 148.0),
-    ("A100", _A100.tflops),
-    ("A800", _A100.tflops),
     ("A40", 149.7),
     ("A30", 165.0),
     ("A10", 125.0),
-    ("L40S", GPUS["l40s"].tflops),
     ("L40", 181.0),
     ("L4", 121.0),
-    ("RTX 4090", GPUS["rtx4090"].tflops),
-    ("MI300X", GPUS["mi300x"].tflops),
-    ("MI355X", GPUS["mi355x"].tflops),
 )
-"""Words in a device's name and its dense bf16 TFLOP/s in the data sheet; the first match counts.
-
-V100 is missing: it has no bf16.
-"""
+"""Words in the name of a device without a row of its own, and its dense bf16 TFLOP/s in the data sheet."""
 
 
 def peak_tflops(device: torch.device) -> float | None:
@@ -308,7 +291,13 @@ def peak_tflops_of(name: str) -> float | None:
     words = set(re.split(r"[^A-Z0-9]+", name.upper()))
     if words & {"MIG", "LAPTOP", "D"}:  # a part of a GPU, or a GeForce chip with fewer units
         return None
-    return next((peak for key, peak in _PEAK_TFLOPS if words.issuperset(key.split())), None)
+    for key, peak in _OTHER_PEAKS:
+        if words.issuperset(key.split()):
+            return peak
+    gpu = gpu_of_device(name)
+    if gpu is None or not gpu.has_triton:  # a V100 has no bf16
+        return None
+    return _HOPPER_PEAK if gpu.tflops == _H100.tflops else gpu.tflops
 
 
 def device_name(device: torch.device) -> str:

@@ -21,7 +21,7 @@ from megalite.data.build_datasets import BuildOptions, build_from_corpora, open_
 from megalite.data.corpus_sources import sources_of_one_blend
 from megalite.data.index_cache import IndexCache
 from megalite.data.indexed_dataset import IndexedDataset, IndexedWriter
-from megalite.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer
+from megalite.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer, TokenizerFiles, build_tokenizer
 from megalite.train.trace_sample import sample_spans
 from megalite.utils.errors import UserError
 
@@ -53,7 +53,7 @@ def texts() -> list[str]:
 
 @pytest.fixture(scope="module")
 def tokenizer(vocab_file: str) -> Tokenizer:
-    return build_tokenizer("BertWordPieceLowerCase", vocab_file=vocab_file)
+    return build_tokenizer("BertWordPieceLowerCase", TokenizerFiles(vocab_file=vocab_file))
 
 
 @pytest.fixture(scope="module")

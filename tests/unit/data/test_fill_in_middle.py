@@ -11,7 +11,7 @@ import pytest
 
 from megalite.data.fill_in_middle import FillInMiddle, FillInMiddleDataset, find_marks
 from megalite.data.gpt_dataset import gather
-from megalite.data.tokenizers.tokenizer import build_tokenizer
+from megalite.data.tokenizers.tokenizer import TokenizerFiles, build_tokenizer
 from megalite.train.trace_sample import sample_spans
 from megalite.utils.errors import UserError
 
@@ -134,7 +134,7 @@ def test_with_a_real_tokenizer(write_dataset: Any, tmp_path: Any) -> None:
     names = ["<|endoftext|>", "<p>", "<m>", "<s>"]
     model.train_from_iterator(["ab abc abcd"] * 9, vocab_size=270, special_tokens=names, show_progress=False)
     model.save(str(tmp_path / "t.json"))
-    tokenizer = build_tokenizer(None, tokenizer_model=str(tmp_path / "t.json"))
+    tokenizer = build_tokenizer(None, TokenizerFiles(tokenizer_model=str(tmp_path / "t.json")))
     flags = {"--fim-prefix-token": "<p>", "--fim-middle-token": "<m>", "--fim-suffix-token": "<s>"}
     assert find_marks(tokenizer, flags) == (1, 2, 3)
     with pytest.raises(UserError, match="--fim-middle-token <none>: not in the tokenizer"):

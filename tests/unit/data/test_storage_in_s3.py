@@ -13,7 +13,8 @@ import pytest
 from megalite.data import storage
 from megalite.data.dataset_merge import list_shards
 from megalite.data.indexed_dataset import IndexedDataset
-from megalite.data.preprocessing.preprocess import PreprocessJob, preprocess
+from megalite.data.preprocessing.input_plan import PreprocessJob
+from megalite.data.preprocessing.preprocess import preprocess
 from megalite.data.sharded_dataset import open_dataset
 from megalite.data.window_dataset import WindowDataset
 from megalite.utils.errors import UserError

@@ -58,7 +58,7 @@ from transformers import (
 )
 
 from megalite.attention.cache import CachedCore
-from megalite.data.tokenizers.tokenizer import ByteTokenizer, NullTokenizer, build_tokenizer
+from megalite.data.tokenizers.tokenizer import ByteTokenizer, NullTokenizer, TokenizerFiles, build_tokenizer
 from megalite.frontends.huggingface.families import config_of, from_hf
 from megalite.generate.generator import Generator, Prompt, Sampler, Sampling, TextStream, text_of
 from tests.stages import build_stage
@@ -285,7 +285,9 @@ TEXTS = ["plain words", "naïve – “quoted” 日本語", "two\n\nlines  and 
 
 
 def bpe():
-    return build_tokenizer("HuggingFaceTokenizer", tokenizer_model="scripts/corpus/tokenizer.json")
+    return build_tokenizer(
+        "HuggingFaceTokenizer", TokenizerFiles(tokenizer_model="scripts/corpus/tokenizer.json")
+    )
 
 
 @pytest.mark.parametrize("build", [ByteTokenizer, bpe])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from megalite.config.presets import PRESETS
 from megalite.observe import records
 from megalite.observe.record_unit import layer_kinds, record_unit
 from megalite.observe.records import kinds_of_layers, unit_record
-from megalite.observe.unit_record import EMBEDDING, HEAD, PhaseRecord, UnitKey, as_json, from_json
+from megalite.observe.unit_record import EMBEDDING, HEAD, PhaseRecord, UnitKey, UnitRecord, from_json
 from megalite.plan.plan_request import model_of
 from megalite.utils.errors import UserError
 from tests.unit.observe import own_models
@@ -162,7 +162,7 @@ def test_a_tied_weight_is_in_both_ends() -> None:
 
 def test_records_survive_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record = record_unit(key_of(tp=2, splits_backward=True))
-    assert from_json(json.loads(json.dumps(as_json(record)))) == record
+    assert from_json(UnitRecord, json.loads(json.dumps(asdict(record)))) == record
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for function in (records._path, records._known, records.unit_record):
         monkeypatch.setattr(records, function.__name__, getattr(function, "__wrapped__", function))

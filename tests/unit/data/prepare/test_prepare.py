@@ -211,7 +211,7 @@ def test_names_of_special_tokens_in_texts(
     assert ("the texts of 3 documents name special tokens" in caplog.text) == (action == "keep")
     dataset = ShardedDataset(str(tmp_path / "out" / "c"))
     found = [dataset[i].tolist() for i in range(len(dataset))]
-    tokenizer = build_tokenizer(None, **vars(TokenizerFiles(tokenizer_file)))
+    tokenizer = build_tokenizer(None, TokenizerFiles(tokenizer_file))
     library = tokenizers.Tokenizer.from_file(tokenizer_file)
     library.encode_special_tokens = action == "escape"  # the library's own way to read names as text
     expected = ["ab", "plain", "c"] if action == "drop" else texts

@@ -18,8 +18,15 @@ from hypothesis import strategies as st
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.preprocessing import input_plan as plan_module
 from megalite.data.preprocessing.documents import DocumentRecord, find_inputs, read_records, read_stream
-from megalite.data.preprocessing.input_plan import ByteRange, InputChunk, InputPlan, WholeFiles, locate
-from megalite.data.preprocessing.preprocess import PreprocessJob, preprocess
+from megalite.data.preprocessing.input_plan import (
+    ByteRange,
+    InputChunk,
+    InputPlan,
+    PreprocessJob,
+    WholeFiles,
+    locate,
+)
+from megalite.data.preprocessing.preprocess import preprocess
 from megalite.utils.errors import UserError
 
 LINES = st.lists(

@@ -21,7 +21,9 @@ from megalite.data.preprocessing import compressed_readers as readers_module
 from megalite.data.preprocessing import encoder as encoder_module
 from megalite.data.preprocessing import input_plan as plan_module
 from megalite.data.preprocessing.documents import find_inputs
-from megalite.data.preprocessing.preprocess import PreprocessingProgress, PreprocessJob, preprocess
+from megalite.data.preprocessing.input_plan import PreprocessJob
+from megalite.data.preprocessing.preprocess import preprocess
+from megalite.data.preprocessing.preprocessing_report import PreprocessingProgress
 from megalite.data.tokenizers.tokenizer import ByteTokenizer, TokenizerFiles
 from megalite.utils.errors import ConfigError, UserError
 

@@ -13,7 +13,8 @@ from megalite.cli.preprocess import parse_job
 from megalite.data.dataset_merge import merge_datasets
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.loss_mask import LossMask
-from megalite.data.preprocessing.preprocess import PreprocessJob, preprocess
+from megalite.data.preprocessing.input_plan import PreprocessJob
+from megalite.data.preprocessing.preprocess import preprocess
 from megalite.data.tokenizers.hf_tokenizer import HuggingFaceTokenizer
 from megalite.data.tokenizers.tokenizer import TokenizerFiles
 from megalite.utils.errors import ConfigError, UserError

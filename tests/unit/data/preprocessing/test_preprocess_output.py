@@ -16,7 +16,8 @@ import pytest
 from megalite.cli.preprocess import _run as run_preprocessing
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.preprocessing import input_plan as plan_module
-from megalite.data.preprocessing.preprocess import PreprocessJob, preprocess
+from megalite.data.preprocessing.input_plan import PreprocessJob
+from megalite.data.preprocessing.preprocess import preprocess
 from megalite.data.preprocessing.shards import copy_range
 from megalite.data.tokenizers.tokenizer import ByteTokenizer, TokenizerFiles
 from megalite.utils.errors import UserError

@@ -18,7 +18,9 @@ import pytest
 
 from megalite.data.preprocessing import input_plan as plan_module
 from megalite.data.preprocessing import preprocess as ledger_module
-from megalite.data.preprocessing.preprocess import Ledger, PreprocessingProgress, PreprocessJob, preprocess
+from megalite.data.preprocessing.input_plan import PreprocessJob
+from megalite.data.preprocessing.preprocess import Ledger, preprocess
+from megalite.data.preprocessing.preprocessing_report import PreprocessingProgress
 from megalite.data.preprocessing.shards import ShardWriter
 from megalite.utils.errors import UserError
 
@@ -26,7 +28,8 @@ ROOT = Path(__file__).parents[4]
 NAMES = [f"text_document.{kind}" for kind in ("bin", "idx", "json")]
 KILLED_RUN = """
 import sys, time
-from megalite.data.preprocessing.preprocess import PreprocessJob, preprocess
+from megalite.data.preprocessing.input_plan import PreprocessJob
+from megalite.data.preprocessing.preprocess import preprocess
 from megalite.data.preprocessing import input_plan
 if __name__ == "__main__":
     input_plan._MIN_PIECE_BYTES = 2000

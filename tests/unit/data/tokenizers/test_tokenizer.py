@@ -12,7 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalite.config.data import TokenizerType
-from megalite.data.tokenizers.tokenizer import TOKENIZER_TYPES, ByteTokenizer, Tokenizer, build_tokenizer
+from megalite.data.tokenizers.tokenizer import (
+    TOKENIZER_TYPES,
+    ByteTokenizer,
+    Tokenizer,
+    TokenizerFiles,
+    build_tokenizer,
+)
 from megalite.utils.errors import UserError
 
 TEXTS = ["In the beginning was the word.", "  two  spaces\n\ttab", "wörld 世界 🙂", "", "<|endoftext|> 12345"]
@@ -36,7 +42,7 @@ def test_byte(text: str) -> None:
 
 
 def test_null() -> None:
-    tokenizer = build_tokenizer("NullTokenizer", vocab_size=100)
+    tokenizer = build_tokenizer("NullTokenizer", TokenizerFiles(vocab_size=100))
     assert (tokenizer.vocab_size, tokenizer.eod) == (101, 100)
     assert tokenizer.encode_batch(["3 99", "100"]) == [[3, 99], [100]]
     assert tokenizer.decode([3, 99]) == "3 99"
@@ -67,7 +73,7 @@ def test_gpt2_bpe_agrees_with_transformers(bpe: Path) -> None:
     transformers = pytest.importorskip("transformers")
     vocab, merges = str(bpe / "vocab.json"), str(bpe / "merges.txt")
     reference = transformers.GPT2Tokenizer(vocab, merges)
-    ours = build_tokenizer("GPT2BPETokenizer", vocab_file=vocab, merge_file=merges)
+    ours = build_tokenizer("GPT2BPETokenizer", TokenizerFiles(vocab_file=vocab, merge_file=merges))
     for text in (text for text in CORPUS if "<|endoftext|>" not in text):
         assert ours.encode(text) == reference.encode(text, add_special_tokens=False)
     assert (ours.vocab_size, ours.eod) == (len(reference), reference.eos_token_id)
@@ -76,7 +82,7 @@ def test_gpt2_bpe_agrees_with_transformers(bpe: Path) -> None:
 
 def test_gpt2_bpe_never_reads_a_token_from_text(bpe: Path) -> None:
     files = {"vocab_file": str(bpe / "vocab.json"), "merge_file": str(bpe / "merges.txt")}
-    ours = build_tokenizer(None, **files)
+    ours = build_tokenizer(None, TokenizerFiles(**files))
     assert ours.eod not in ours.encode("a<|endoftext|>b")
 
 
@@ -89,7 +95,7 @@ def test_hugging_face_agrees_with_tokenizers(bpe: Path, kind: str | None, how: s
     reference.no_truncation()
     reference.no_padding()
     given_path = bpe / "tokenizer.json" if how == "tokenizer_model" else bpe
-    ours = build_tokenizer(kind, **{how: str(given_path)})
+    ours = build_tokenizer(kind, TokenizerFiles(**{how: str(given_path)}))
     agree(ours, [reference.encode(text, add_special_tokens=False).ids for text in TEXTS])
     assert (ours.vocab_size, ours.eod) == (reference.get_vocab_size(), 0)
     assert [ours.decode(ours.encode(text)) for text in TEXTS] == TEXTS
@@ -101,12 +107,12 @@ def test_eod_is_the_configured_one(tmp_path: Path, eos: object) -> None:
     vocab = {"<unk>": 0, "</s>": 1, "word": 2}
     library = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="<unk>"))
     library.save(str(tmp_path / "tokenizer.json"))
-    assert build_tokenizer("HuggingFaceTokenizer", name_or_path=str(tmp_path)).eod == 1
+    assert build_tokenizer("HuggingFaceTokenizer", TokenizerFiles(name_or_path=str(tmp_path))).eod == 1
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
-    assert build_tokenizer("HuggingFaceTokenizer", name_or_path=str(tmp_path)).eod == 2
+    assert build_tokenizer("HuggingFaceTokenizer", TokenizerFiles(name_or_path=str(tmp_path))).eod == 2
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "no such"}')
     with pytest.raises(UserError, match="eos_token 'no such'"):
-        build_tokenizer("HuggingFaceTokenizer", name_or_path=str(tmp_path))
+        build_tokenizer("HuggingFaceTokenizer", TokenizerFiles(name_or_path=str(tmp_path)))
 
 
 TWO_ENDS = {"<unk>": 0, "<eos>": 1, "word": 2, "</s>": 3}
@@ -150,7 +156,7 @@ def test_eod_is_transformers_end(two_ends: Path, files: dict[str, dict[str, obje
     for name, content in files.items():
         (two_ends / f"{name}.json").write_text(json.dumps(content))
     reference = transformers.PreTrainedTokenizerFast.from_pretrained(two_ends)
-    ours = build_tokenizer("HuggingFaceTokenizer", name_or_path=str(two_ends))
+    ours = build_tokenizer("HuggingFaceTokenizer", TokenizerFiles(name_or_path=str(two_ends)))
     assert (ours.eod, ours.vocab_size) == (reference.eos_token_id, len(reference))
     text = f"word </s> {reference.eos_token} word"
     assert ours.encode(text) == reference.encode(text, add_special_tokens=False)
@@ -170,11 +176,11 @@ def test_eod_is_the_models_end_if_the_tokenizer_names_none(
 ) -> None:
     for name, content in files.items():
         (two_ends / f"{name}.json").write_text(json.dumps(content))
-    assert build_tokenizer("HuggingFaceTokenizer", name_or_path=str(two_ends)).eod == 1
+    assert build_tokenizer("HuggingFaceTokenizer", TokenizerFiles(name_or_path=str(two_ends))).eod == 1
 
 
 def test_several_known_ends_are_named(two_ends: Path) -> None:
-    tokenizer = build_tokenizer("HuggingFaceTokenizer", name_or_path=str(two_ends))
+    tokenizer = build_tokenizer("HuggingFaceTokenizer", TokenizerFiles(name_or_path=str(two_ends)))
     with pytest.raises(UserError, match=r"several tokens that may end a document.*: </s>, <eos>; name it as"):
         _ = tokenizer.eod
 
@@ -184,15 +190,15 @@ def test_ends_of_two_files(bpe: Path, tmp_path: Path) -> None:
     vocab = json.loads((bpe / "vocab.json").read_text())
     (tmp_path / "vocab.json").write_text(json.dumps(vocab | {"</s>": len(vocab)}))
     files = {"vocab_file": str(tmp_path / "vocab.json"), "merge_file": str(bpe / "merges.txt")}
-    assert build_tokenizer("GPT2BPETokenizer", **files).eod == vocab["<|endoftext|>"]
+    assert build_tokenizer("GPT2BPETokenizer", TokenizerFiles(**files)).eod == vocab["<|endoftext|>"]
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
-    assert build_tokenizer("GPT2BPETokenizer", **files).eod == len(vocab)
+    assert build_tokenizer("GPT2BPETokenizer", TokenizerFiles(**files)).eod == len(vocab)
 
 
 def test_missing_eod_is_named_when_it_is_needed(tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "t.json"))
-    tokenizer = build_tokenizer(None, tokenizer_model=str(tmp_path / "t.json"))
+    tokenizer = build_tokenizer(None, TokenizerFiles(tokenizer_model=str(tmp_path / "t.json")))
     with pytest.raises(UserError, match="no end-of-document token"):
         _ = tokenizer.eod
 
@@ -205,7 +211,7 @@ def test_word_pieces_agree_with_transformers(tmp_path: Path, kind: str) -> None:
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     model.train_from_iterator(CORPUS, vocab_size=120, special_tokens=special, show_progress=False)
     model.save_model(str(tmp_path))
-    ours = build_tokenizer(kind, vocab_file=str(tmp_path / "vocab.txt"))
+    ours = build_tokenizer(kind, TokenizerFiles(vocab_file=str(tmp_path / "vocab.txt")))
     theirs = transformers.BertTokenizer(str(tmp_path / "vocab.txt"), do_lower_case=kind.endswith("LowerCase"))
     agree(ours, [theirs(text, add_special_tokens=False)["input_ids"] for text in TEXTS])
     ids = ours.encode("The Word was [MASK] [SEP]")
@@ -214,7 +220,7 @@ def test_word_pieces_agree_with_transformers(tmp_path: Path, kind: str) -> None:
     assert ours.decode(ours.encode("the word was")) == "the word was"
     (tmp_path / "vocab.txt").write_text("one\ntwo\n")
     with pytest.raises(UserError, match=r"has no token \[UNK\]: pass BERT's vocab.txt"):
-        build_tokenizer(kind, vocab_file=str(tmp_path / "vocab.txt"))
+        build_tokenizer(kind, TokenizerFiles(vocab_file=str(tmp_path / "vocab.txt")))
 
 
 @pytest.mark.parametrize("kind", ["SentencePieceTokenizer", "GPTSentencePieceTokenizer", None])
@@ -227,7 +233,7 @@ def test_sentencepiece_agrees_with_its_library(tmp_path: Path, kind: str | None)
     path = tmp_path / "sp.model"
     path.write_bytes(model.getvalue())
     reference = sentencepiece.SentencePieceProcessor(model_file=str(path))
-    ours = build_tokenizer(kind, tokenizer_model=str(path))
+    ours = build_tokenizer(kind, TokenizerFiles(tokenizer_model=str(path)))
     agree(ours, [reference.encode_as_ids(text) for text in TEXTS])
     assert (ours.vocab_size, ours.eod) == (45, reference.eos_id())
     assert ours.decode(ours.encode(TEXTS[0])) == TEXTS[0]
@@ -244,18 +250,18 @@ def test_llama2_begins_each_text(tmp_path: Path) -> None:
             **options,
         )
     reference = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "with.model"))
-    ours = build_tokenizer("Llama2Tokenizer", tokenizer_model=str(tmp_path / "with.model"))
+    ours = build_tokenizer("Llama2Tokenizer", TokenizerFiles(tokenizer_model=str(tmp_path / "with.model")))
     agree(ours, [[reference.bos_id(), *reference.encode_as_ids(text)] for text in TEXTS])
     with pytest.raises(UserError, match="no beginning-of-sentence token"):
-        build_tokenizer("Llama2Tokenizer", tokenizer_model=str(tmp_path / "without.model"))
+        build_tokenizer("Llama2Tokenizer", TokenizerFiles(tokenizer_model=str(tmp_path / "without.model")))
 
 
 def test_unknown_tokens_are_known(tmp_path: Path, bpe: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
     words.save(str(tmp_path / "words.json"))
-    assert build_tokenizer(None, tokenizer_model=str(tmp_path / "words.json")).unk == 1  # type: ignore[attr-defined]
-    assert build_tokenizer(None, name_or_path=str(bpe)).unk is None  # type: ignore[attr-defined]
+    assert build_tokenizer(None, TokenizerFiles(tokenizer_model=str(tmp_path / "words.json"))).unk == 1  # type: ignore[attr-defined]
+    assert build_tokenizer(None, TokenizerFiles(name_or_path=str(bpe))).unk is None  # type: ignore[attr-defined]
 
 
 def test_the_configs_types_are_those_that_can_be_built() -> None:
@@ -284,7 +290,7 @@ def test_the_configs_types_are_those_that_can_be_built() -> None:
 )
 def test_mistakes_are_named(kind: str | None, files: dict[str, object], message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
-        build_tokenizer(kind, **files)  # type: ignore[arg-type]
+        build_tokenizer(kind, TokenizerFiles(**files))  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)
 
 
@@ -301,7 +307,7 @@ def test_unreadable_files_are_one_line(tmp_path: Path, content: bytes) -> None:
         ("SentencePieceTokenizer", {"tokenizer_model": str(tmp_path / "none")}),
     ):
         with pytest.raises(UserError, match=str(tmp_path)) as caught:
-            build_tokenizer(kind, **files)
+            build_tokenizer(kind, TokenizerFiles(**files))
         assert "\n" not in str(caught.value)
 
 
@@ -310,7 +316,9 @@ def test_an_expression_that_backtracks_without_end_is_one_line(tmp_path: Path) -
     library = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1}, []))
     library.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("(a+)+$"), "isolated")
     library.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = build_tokenizer("HuggingFaceTokenizer", tokenizer_model=str(tmp_path / "tokenizer.json"))
+    tokenizer = build_tokenizer(
+        "HuggingFaceTokenizer", TokenizerFiles(tokenizer_model=str(tmp_path / "tokenizer.json"))
+    )
     assert tokenizer.encode("ab") == [0, 1]
     text = "a" * 30 + "b"
     with pytest.raises(UserError, match=r"tokenizer.json fails on a text \(.*retry-limit"):

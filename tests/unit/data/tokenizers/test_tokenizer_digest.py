@@ -11,6 +11,7 @@ import pytest
 from megalite.data.tokenizers.tokenizer import (
     ByteTokenizer,
     NullTokenizer,
+    TokenizerFiles,
     build_tokenizer,
     check_tokenizer,
     digest_path,
@@ -44,7 +45,7 @@ class Swapped(ByteTokenizer):
 
 def test_what_gives_other_tokens_has_another_digest(tmp_path: Path) -> None:
     paths = [train(tmp_path / "a", 280), train(tmp_path / "b", 290), train(tmp_path / "c", 280, ["ab"] * 9)]
-    bpe = [build_tokenizer(None, name_or_path=str(path)) for path in paths]
+    bpe = [build_tokenizer(None, TokenizerFiles(name_or_path=str(path))) for path in paths]
     all_of_them = [*bpe, ByteTokenizer(), Swapped(), NullTokenizer(256), NullTokenizer(300)]
     digests = [tokenizer_digest(tokenizer) for tokenizer in all_of_them]
     assert len(set(digests)) == len(digests)
@@ -56,11 +57,11 @@ def test_it_depends_on_what_is_done_and_not_on_the_form(tmp_path: Path) -> None:
     text = (folder / "tokenizer.json").read_text()
     (folder / "spaced.json").write_text(json.dumps(json.loads(text), indent=4))
     digests = {
-        tokenizer_digest(build_tokenizer(None, tokenizer_model=str(folder / name)))
+        tokenizer_digest(build_tokenizer(None, TokenizerFiles(tokenizer_model=str(folder / name))))
         for name in ("tokenizer.json", "spaced.json")
     }
     two_files = {"vocab_file": str(folder / "vocab.json"), "merge_file": str(folder / "merges.txt")}
-    assert digests == {tokenizer_digest(build_tokenizer(None, **two_files))}
+    assert digests == {tokenizer_digest(build_tokenizer(None, TokenizerFiles(**two_files)))}
 
 
 def test_stored_and_compared(tmp_path: Path) -> None:

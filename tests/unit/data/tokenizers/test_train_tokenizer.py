@@ -10,7 +10,7 @@ import pytest
 
 from megalite.cli.datasets import train_tokenizer as main
 from megalite.config.entry_point import run_main
-from megalite.data.tokenizers.tokenizer import build_tokenizer
+from megalite.data.tokenizers.tokenizer import TokenizerFiles, build_tokenizer
 
 CORPUS_DIR = Path(__file__).parents[4] / "scripts" / "corpus"
 CORPUS = CORPUS_DIR / "bible.jsonl.gz"
@@ -59,7 +59,7 @@ def test_what_is_trained_is_read_by_preprocessing_and_loses_no_text(
     source = tmp_path / "part.jsonl"
     source.write_text("".join(lines), encoding="utf-8")
     run("--input", source, "--output", tmp_path / name, "--vocab-size", "500", "--type", kind)
-    tokenizer = build_tokenizer(None, tokenizer_model=str(tmp_path / name))
+    tokenizer = build_tokenizer(None, TokenizerFiles(tokenizer_model=str(tmp_path / name)))
     assert tokenizer.vocab_size == 500
     for text in (TRICKY, json.loads(lines[0])["text"]):
         assert tokenizer.decode(tokenizer.encode(text)) == text
@@ -130,4 +130,4 @@ def test_an_existing_tokenizer_is_kept_without_overwrite(
     assert "out.json exists: pass another --output, or --overwrite" in capsys.readouterr().err
     assert output.read_text() == "old"
     run("--input", source, "--output", output, "--vocab-size", "300", "--overwrite")
-    assert build_tokenizer(None, tokenizer_model=str(output)).vocab_size == 300
+    assert build_tokenizer(None, TokenizerFiles(tokenizer_model=str(output))).vocab_size == 300
