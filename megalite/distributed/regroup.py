@@ -127,7 +127,8 @@ class Processes(KnownProcesses):
 
     lost: set[int] = field(default_factory=set)
     _has_met: bool = False
-    _num_arrivals: int = 0  # at this leader, that are known
+    _num_arrivals: int = 0  # at this leader
+    _unread: set[int] = field(default_factory=set)  # arrivals whose process has not told its address yet
     _arrived_at: float = math.inf  # when the newest of those came that no group has been chosen from
 
     def meet(self, arrival: Arrival, largest: Callable[[int], int]) -> TrainingGroup:
@@ -225,7 +226,9 @@ class Processes(KnownProcesses):
                 self.lost |= unknown - self.reachable(unknown)
                 if time.monotonic() > began_at + _ARRIVAL_SECONDS:
                     self.lost |= others - here
-                if not others - here - self.lost:
+                # If too few are left, others may be joining that only the lost leader has known.
+                is_patient = largest(1 + len(here)) == 0 and time.monotonic() < began_at + _SETTLE_SECONDS
+                if not others - here - self.lost and not is_patient:
                     break
                 time.sleep(POLL_SECONDS)
             arrivals, newest = {self.own: arrival}, {self.own: self.newest}
@@ -280,11 +283,13 @@ class Processes(KnownProcesses):
 
     def _know_arrivals(self) -> None:
         """Take over the addresses of the processes that have come to this leader."""
-        for index in range(self._num_arrivals + 1, self.store.add(_ARRIVALS, 0) + 1):
-            if not self.store.check([f"{_ARRIVALS}/{index}"]):
-                return  # it is just coming
-            self.known |= by_number([json.loads(self.store.get(f"{_ARRIVALS}/{index}"))])
-            self._num_arrivals, self._arrived_at = index, time.monotonic()
+        before, self._num_arrivals = self._num_arrivals, self.store.add(_ARRIVALS, 0)
+        self._unread |= {*range(before + 1, self._num_arrivals + 1)}
+        for index in sorted(self._unread):
+            if self.store.check([f"{_ARRIVALS}/{index}"]):
+                self.known |= by_number([json.loads(self.store.get(f"{_ARRIVALS}/{index}"))])
+                self._unread.remove(index)
+                self._arrived_at = time.monotonic()
 
     def can_grow(self, group: TrainingGroup, largest: Callable[[int], int]) -> bool:
         """Return, on the leader of a group, whether more can train with processes that have come since."""

@@ -153,7 +153,7 @@ def _run_loop(trainer: Trainer) -> None:
 
     config = replace(trainer.config, logging=replace(trainer.config.logging, log_interval=1))
     stop = StopConditions(config.training, trainer.topology, StopSignals(RequeueNote(None)))
-    stop._agreed = lambda: [0.0] * 5  # type: ignore[method-assign]  # fake tensors have no values
+    stop._agreed = lambda: [0.0] * 6  # type: ignore[method-assign]  # fake tensors have no values
     with Writers(config.logging, trainer.topology, "") as writers:
         assert train(trainer, stop, default_callbacks(writers, config)) == 0
 

@@ -71,6 +71,16 @@ class Group:
             processes.append(process)
         return Group(processes, log)
 
+    def add(self, arguments: Sequence[str], further: Mapping[str, str]) -> int:
+        """Starts one more process, in a launch of its own; returns its number here."""
+        alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+        environment = {**alone, "MASTER_PORT": str(free_port()), **further}
+        target_arguments = (environment, [*arguments], str(self.log))
+        process = forked_with_torch(__name__).Process(target=_rank_main, args=target_arguments)
+        process.start()
+        self._processes.append(process)
+        return self.size - 1
+
     @property
     def size(self) -> int:
         return len(self._processes)

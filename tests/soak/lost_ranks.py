@@ -1,5 +1,7 @@
 #!/usr/bin/env python
-"""Kills ranks of a small training that goes on without them, and now and then another one amid its restart.
+"""Kills ranks of a small training that goes on without them, and lets others join.
+
+Now and then another one is killed amid the restart, or one joins amid it.
 
     python tests/soak/lost_ranks.py --kills 60 --folder DIR
 
@@ -41,7 +43,10 @@ LAUNCHES = (
 """Numbers of processes, how many of them can train, and flags."""
 WENT_ON = re.compile(r"lost after iteration (\d+) .* went on from iteration (\d+)")
 SECONDS = re.compile(r"^([\d.]+) s from the alarm", re.MULTILINE)
+GREW = re.compile(r"\d+ ranks? instead of \d+ after iteration (\d+): .* went on from iteration (\d+)")
+JOINING = "joining the run"
 PATIENCE = 120.0
+ONE_A_NODE = {"LOCAL_WORLD_SIZE": "1"}
 
 
 class Soak:
@@ -54,10 +59,13 @@ class Soak:
         folder: Path,
         say: Callable[[str], None],
         launches: Sequence[tuple[int, int, str]],
+        joins: float,
+        length: int,
     ) -> None:
         self.num_kills, self.folder, self.say, self.launches = num_kills, folder, say, launches
         self.random = random.Random(seed)
-        self.num_killed = self.num_survived = self.most_repeated = 0
+        self.joins, self.length = joins, length
+        self.num_killed = self.num_survived = self.num_joined = self.most_repeated = 0
         self.seconds: list[float] = []
 
     def run(self) -> None:
@@ -79,16 +87,14 @@ class Soak:
                 group.end(0.0)
 
     def _start(self, size: int, flags: str) -> Group:
-        own = [*flags_of(self.folder, 2 * self.num_kills), *flags.split(), "--peer-copies", "1"]
-        own += [
-            "--non-persistent-save-interval",
-            str(INTERVAL),
-            "--inprocess-restart",
-            "--save-interval",
-            "12",
-        ]
-        places = [["--non-persistent-local-ckpt-dir", str(self._memory(number))] for number in range(size)]
-        return Group.start(size, own, self.folder, {"LOCAL_WORLD_SIZE": "1"}, places)
+        self.flags = [*flags_of(self.folder, self.length), *flags.split(), "--peer-copies", "1"]
+        self.flags += ["--non-persistent-save-interval", str(INTERVAL), "--save-interval", "12"]
+        self.flags += ["--inprocess-restart"]
+        places = [self._place(number) for number in range(size)]
+        return Group.start(size, self.flags, self.folder, ONE_A_NODE, places)
+
+    def _place(self, number: int) -> list[str]:
+        return ["--non-persistent-local-ckpt-dir", str(self._memory(number))]
 
     def _memory(self, number: int) -> Path:
         return self.folder.parent / f"node{number}"
@@ -116,10 +122,24 @@ class Soak:
             if report and resumed < kept:
                 raise Lost(f"went on from {resumed} instead of {kept}: see {group.log}")
             self.most_repeated = max(self.most_repeated, reached - resumed)
+            if self.random.random() < self.joins:
+                self._let_join(group, alive)
             self.seconds += [float(each) for each in SECONDS.findall(group.log.read_text())[said:]]
             self.say(
                 f"kill {self.num_killed}: {flags}, {victims} killed, {len(alive)} left: {reached}, {resumed}"
             )
+
+    def _let_join(self, group: Group, alive: list[int]) -> None:
+        """Start another process; return once it waits for its place, or has it."""
+        said = group.log.read_text().count(JOINING)
+        alive.append(group.add([*self.flags, *self._place(group.size), "--join-run"], ONE_A_NODE))
+        deadline = time.monotonic() + PATIENCE
+        while group.log.read_text().count(JOINING) == said:
+            if time.monotonic() > deadline:
+                raise Lost(f"a process does not join: see {group.log}")
+            time.sleep(0.05)
+        time.sleep(self.random.uniform(0.5, 10.0))  # it has its place after 5 s
+        self.num_joined += 1
 
     def _kill_one(self, group: Group, alive: list[int]) -> list[int]:
         victim = self.random.choice(alive)
@@ -146,14 +166,25 @@ def soak(
     folder: Path,
     say: Callable[[str], None] = print,
     launches: Sequence[tuple[int, int, str]] = LAUNCHES,
+    joins: float = 0.5,
 ) -> tuple[str, bool]:
-    """Return the tally, and whether nothing was lost."""
+    """Return the tally, and whether nothing was lost.
+
+    Args:
+        joins: after which share of the kills a new process joins.
+    """
     began = time.monotonic()
     undisturbed, disturbed = folder / "undisturbed", folder / "disturbed"
-    if Group.start(1, flags_of(undisturbed, 2 * num_kills), undisturbed).wait() != 0:
+    length = round((2 + 20 * joins) * num_kills)
+    if Group.start(1, flags_of(undisturbed, length), undisturbed).wait() != 0:
         raise SystemExit(f"error: the undisturbed run failed: see {undisturbed}")
-    run = Soak(num_kills, seed, disturbed, say, launches)
+    run = Soak(num_kills, seed, disturbed, say, launches, joins, length)
     num_lost = number_lost(run.run, lambda: differences(disturbed, undisturbed), say)
+    grown = [grew for log in folder.glob("*.log") for grew in GREW.findall(log.read_text())]
+    say(f"{run.num_joined} processes joined, with which training was enlarged {len(grown)} times")
+    if any(int(reached) != int(resumed) for reached, resumed in grown):
+        say("iterations were repeated when it was enlarged")
+        num_lost += 1
     times = sorted(run.seconds)
     say(f"at most {run.most_repeated} iterations repeated; {(time.monotonic() - began) / 60:.1f} minutes")
     if times:

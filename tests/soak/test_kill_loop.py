@@ -37,7 +37,17 @@ def test_four_nodes_are_lost(tmp_path: Path) -> None:
 
 def test_a_spare_takes_the_place_of_a_killed_rank(tmp_path: Path) -> None:
     launches = [(3, 1, "--zero-stage 1 --spare-nodes 1")]
-    assert lost_ranks.soak(1, 0, tmp_path, launches=launches) == ("1 kills, 1 survived, 0 lost", True)
+    result = lost_ranks.soak(1, 0, tmp_path, launches=launches, joins=0.0)
+    assert result == ("1 kills, 1 survived, 0 lost", True)
+
+
+@pytest.mark.slow
+def test_a_process_of_another_launch_takes_the_place_of_a_killed_rank(tmp_path: Path) -> None:
+    said: list[str] = []
+    launches = [(2, 1, "--zero-stage 1")]
+    result = lost_ranks.soak(1, 0, tmp_path, said.append, launches=launches, joins=1.0)
+    assert result == ("1 kills, 1 survived, 0 lost", True)
+    assert "1 processes joined, with which training was enlarged 1 times" in said
 
 
 @pytest.mark.slow

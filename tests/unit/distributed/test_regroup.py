@@ -254,6 +254,22 @@ def test_a_process_that_joins_finds_the_next_leader(run) -> None:
     joiner.leave()
 
 
+def test_a_meeting_of_too_few_waits_for_those_that_the_lost_leader_knew(
+    run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(regroup, "_SETTLE_SECONDS", 5.0)
+    first = run(2)
+    Meeting(first, 4).group(0, 1)
+    joiner = joining(Launch(0, 1, 0, 1), first[0])
+    waiting = Meeting([joiner], 4).results[joiner.own]
+    time.sleep(0.5)
+    first[0].leave()
+    group = first[1].meet(Arrival(), lambda number: number if number >= 2 else 0)
+    assert list(group.ranks) == [1, joiner.own]
+    assert waiting.result(timeout=20) == group
+    joiner.leave()
+
+
 def test_a_process_joins_only_the_run_of_the_lease_with_its_settings(run) -> None:
     (first,) = run(1)
     launch = Launch(0, 1, 0, 1)
