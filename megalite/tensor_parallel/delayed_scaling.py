@@ -11,8 +11,8 @@ format's largest. If the magnitude is zero or not finite, the scale stays.
 
 Two things differ from Transformer Engine. The history advances once per iteration, and not per microbatch, so
 that it depends neither on the layout nor on the micro-batch size. Before the first update there is no
-history, and GEMMs are in the dtype of the model. Transformer Engine starts with a scale of 1, with which most
-gradients become zero.
+history, and GEMMs are in the dtype of the model. Transformer Engine starts with a scale of 1, which rounds
+small gradients to zero.
 """
 
 from __future__ import annotations

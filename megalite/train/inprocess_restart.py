@@ -68,7 +68,7 @@ class Start(Callback):
         self._began_at = time.monotonic()
         self.layout = coordinates_text(loop.trainer.topology.sizes)
         if spares := self.group.spares:
-            log.info("%s wait until one is lost", counted(len(spares), "process", "es"))
+            log.info("spare processes, which wait until one is lost: %d", len(spares))
 
     def after_iteration(self, loop: TrainingLoop, result: StepResult) -> None:
         if self.iteration is None and self.group.past is not None:
