@@ -117,11 +117,17 @@ def train_through_losses(
 
     Raises:
         SystemExit: the run has ended; with its status.
-        UserError: the processes that are left cannot train, or an error is not caused by a loss.
+        UserError: --spare-nodes leaves none to train, the processes that are left cannot train, or an error
+            is not caused by a loss.
     """
     configure_logging(launch.rank)
     processes = _processes(config, launch, settings)
     most = processes.num_launched - config.checkpoint.spare_nodes * launch.local_world_size
+    if most < 1:
+        raise UserError(
+            f"--spare-nodes {config.checkpoint.spare_nodes} leaves no rank of {processes.num_launched} to "
+            "train: start more nodes, or pass fewer"
+        )
 
     def largest(num_alive: int) -> int:
         sizes = range(min(num_alive, most), 0, -1)
@@ -163,18 +169,13 @@ def _processes(config: Config, launch: Launch, settings: dict[str, str]) -> Proc
     """Return the processes of this launch, or of the run that this one joins.
 
     Raises:
-        UserError: --spare-nodes leaves none to train, or the processes do not agree.
+        UserError: the processes do not agree.
     """
-    checkpoint, size = config.checkpoint, launch.world_size
+    checkpoint = config.checkpoint
     if checkpoint.join_run and checkpoint.save and (holder := newest_holder(checkpoint.save)) is not None:
         addresses = holder.addresses.split()
         if (found := Processes.of_run(launch, holder.processes, addresses, settings)) is not None:
             return found
-    if checkpoint.spare_nodes * launch.local_world_size >= size:
-        raise UserError(
-            f"--spare-nodes {checkpoint.spare_nodes} leaves no rank of {size} to train: start more nodes, or "
-            "pass fewer"
-        )
     timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
     return Processes.of_launch(launch, timeout, settings)
 

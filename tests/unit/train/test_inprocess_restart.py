@@ -94,6 +94,15 @@ def test_a_group_has_the_largest_size_that_the_layout_allows(processes: FakeProc
     assert processes.sizes == [[4, 2, 2, 0]]
 
 
+def test_a_process_of_another_launch_knows_the_spare_nodes(processes: FakeProcesses) -> None:
+    def train(start: Start) -> None:
+        raise SystemExit(0)
+
+    with pytest.raises(SystemExit):
+        train_through_losses(config_with(spare_nodes=1), Launch(0, 1, 0, 1), {}, train)
+    assert processes.sizes == [[2, 2, 2, 1]]
+
+
 def test_an_error_that_is_no_loss_ends_the_process(processes: FakeProcesses) -> None:
     def train(start: Start) -> None:
         raise ValueError("a bug")
@@ -128,7 +137,7 @@ def test_a_run_goes_on_when_more_can_train(processes: FakeProcesses) -> None:
     assert [past and past.iteration for past in pasts] == [None, 10]
 
 
-def test_some_nodes_must_be_left_to_train() -> None:
+def test_some_nodes_must_be_left_to_train(processes: FakeProcesses) -> None:
     with pytest.raises(UserError, match="--spare-nodes 2 leaves no rank of 4 to train"):
         train_through_losses(config_with(spare_nodes=2), LAUNCH, {}, lambda start: None)
 
