@@ -321,6 +321,11 @@ def _wait_until_free(save: str | Path, files: LeaseFiles) -> tuple[int, str]:
             first, deadline = (content, beat), time.monotonic() + ABANDONED_SECONDS
             log.info("--save %s is in use (%s): waiting to see whether that run is alive", save, who)
         elif (content, beat) != first:
+            if holder is not None and me.processes == holder.processes != "":
+                raise UserError(
+                    f"--save {save}: other processes of this run ({who}) go on without this one, which they "
+                    "cannot reach: repair its network, and start it again with --join-run"
+                )
             raise UserError(
                 f"--save {save} is in use by another run ({who}): end that run, or pass another folder; "
                 f"a dead run is detected after {ABANDONED_SECONDS:g} s"

@@ -208,15 +208,26 @@ class KnownProcesses:
 
     def reachable(self, numbers: Collection[int]) -> set[int]:
         """Return those of some processes that accept connections."""
+        return {number for number, accepts in self._answers(numbers).items() if accepts}
 
-        def accepts(number: int) -> bool:
-            with suppress(OSError), socket.create_connection(self.known[number].address, _CONNECT_SECONDS):
-                return True
-            return False
+    def silent(self, numbers: Collection[int]) -> set[int]:
+        """Return those whose host does not answer: it is down, or the network is cut. Others have ended."""
+        return {number for number, accepts in self._answers(numbers).items() if accepts is None}
+
+    def _answers(self, numbers: Collection[int]) -> dict[int, bool | None]:
+        """Return whether each accepts a connection; None if its host does not answer."""
+
+        def accepts(number: int) -> bool | None:
+            try:
+                socket.create_connection(self.known[number].address, _CONNECT_SECONDS).close()
+            except ConnectionRefusedError:
+                return False
+            except OSError:
+                return None
+            return True
 
         with ThreadPoolExecutor(_MAX_THREADS) as pool:
-            found = zip(numbers, pool.map(accepts, numbers), strict=True)
-            return {number for number, is_there in found if is_there}
+            return dict(zip(numbers, pool.map(accepts, numbers), strict=True))
 
 
 def by_number(told: Iterable[Any]) -> dict[int, Process]:

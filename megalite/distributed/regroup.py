@@ -31,6 +31,7 @@ from megalite.distributed.processes import (
     by_number,
 )
 from megalite.utils.errors import UserError
+from megalite.utils.log import THIS_RANK, log
 
 GENERATION = "MEGALITE_GENERATION"
 """Variable with the name of the run's processes, the number of their group, which increases, and addresses of
@@ -51,6 +52,9 @@ _ARRIVAL_SECONDS = 60.0
 """Seconds that a meeting waits for processes that can be reached."""
 _SETTLE_SECONDS = 5.0
 """Seconds after the last arrival at which training is interrupted: a node's processes do not come at once."""
+_CUT_OFF_SECONDS = 60.0
+"""Seconds that the smaller part of a group waits if the rest does not answer. If the network is cut, the rest
+goes on, and takes the lease on --save before this part would."""
 
 
 class HeldPart(NamedTuple):
@@ -126,6 +130,7 @@ class Processes(KnownProcesses):
     """
 
     lost: set[int] = field(default_factory=set)
+    _ranks: Sequence[int] = ()  # of the last group
     _has_met: bool = False
     _num_arrivals: int = 0  # at this leader
     _unread: set[int] = field(default_factory=set)  # arrivals whose process has not told its address yet
@@ -210,11 +215,12 @@ class Processes(KnownProcesses):
     def _begin(self, group: TrainingGroup) -> None:
         """Take over what a meeting has told."""
         self.known |= group.joined
+        self._ranks = group.ranks
         self.newest, self._has_met, self.joins, self._arrived_at = group.generation, True, False, math.inf
         self.publish()
 
     def _lead(self, arrival: Arrival, largest: Callable[[int], int]) -> TrainingGroup:
-        store, began_at = self.store, time.monotonic()
+        store, began_at, ends_at = self.store, time.monotonic(), None
         with self._leading():
             while True:
                 self._know_arrivals()
@@ -229,7 +235,11 @@ class Processes(KnownProcesses):
                 # If too few are left, others may be joining that only the lost leader has known.
                 is_patient = largest(1 + len(here)) == 0 and time.monotonic() < began_at + _SETTLE_SECONDS
                 if not others - here - self.lost and not is_patient:
-                    break
+                    if ends_at is None:
+                        is_cut_off = self._may_be_cut_off(others - here)
+                        ends_at = began_at + (_CUT_OFF_SECONDS if is_cut_off else 0.0)
+                    if time.monotonic() >= ends_at:
+                        break
                 time.sleep(POLL_SECONDS)
             arrivals, newest = {self.own: arrival}, {self.own: self.newest}
             for number in self.reachable(here):
@@ -238,6 +248,22 @@ class Processes(KnownProcesses):
                     parts = [HeldPart(*each) for each in parts]
                     arrivals[number] = Arrival(parts, past and Past(*past))
             return self._answer(arrivals, newest, largest, time.monotonic() - began_at)
+
+    def _may_be_cut_off(self, missing: set[int]) -> bool:
+        """Return whether most of the last group may be alive, and cannot be reached.
+
+        Of two halves, the one without the first rank may be cut off.
+        """
+        silent = self.silent(missing & {*self._ranks})
+        rest = len(self._ranks) - len(silent)
+        may_be = len(silent) > rest or (len(silent) == rest > 0 and self._ranks[0] in silent)
+        if may_be:
+            log.warning(
+                "%d of %d ranks do not answer: waiting %g s, in which they go on if only the network is cut",
+                *(len(silent), len(self._ranks), _CUT_OFF_SECONDS),
+                extra=THIS_RANK,
+            )
+        return may_be
 
     def _answer(
         self,

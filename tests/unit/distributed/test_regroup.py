@@ -177,6 +177,26 @@ def test_a_meeting_does_not_wait_for_a_process_that_never_arrives(run) -> None:
     assert processes[0].lost == {2}
 
 
+def test_of_two_parts_without_a_network_between_them_the_first_goes_on_first(
+    run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each half of a group finds that the other one's hosts do not answer, though its processes live."""
+    monkeypatch.setattr(regroup, "_CUT_OFF_SECONDS", 8.0)
+    monkeypatch.setattr(processes, "_CONNECT_SECONDS", 0.3)
+    first = run(4)
+    Meeting(first, 4).group(0, 1, 2, 3)
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as listener:
+        address = listener.getsockname()
+        with socket.create_connection(address):  # and the queue is full
+            for each in first:
+                for number in {0, 1, 2, 3} - {each.own, each.own ^ 1}:
+                    each.known[number] = each.known[number]._replace(address=address)
+            others = Meeting(first[2:], 4)
+            Meeting(first[:2], 4).group(0, 1)
+            assert not others.results[2].done()
+            others.group(2, 3)
+
+
 def test_a_process_that_begins_again_is_waited_for_and_does_not_lead(run) -> None:
     processes = run(3)
     for other in processes[1:]:
