@@ -106,7 +106,7 @@ class LocalSaves:
             UserError: a folder cannot be written, or there are not enough nodes for the copies. Every rank
                 raises it.
         """
-        if config.non_persistent_save_interval is None:
+        if not config.saves_locally:
             return None
         assert config.save is not None
         assert config.non_persistent_local_ckpt_dir is not None

@@ -26,8 +26,17 @@ NonPersistentType = Literal["local"]
 
 
 _SAVES_EARLIER = AnyOf(
-    ("save_interval", "save_interval_minutes", "non_persistent_save_interval"),
+    (
+        "save_interval",
+        "save_interval_minutes",
+        "non_persistent_save_interval",
+        "non_persistent_save_interval_minutes",
+    ),
     "the run saves only at its end: pass --save-interval",
+)
+_SAVES_LOCALLY = AnyOf(
+    ("non_persistent_save_interval", "non_persistent_save_interval_minutes"),
+    "--non-persistent-save-interval is not set",
 )
 _LOADS_ALL = (Setting("load"), Setting("finetune", (False,), "--finetune loads only the weights"))
 _LOADS_OPTIMIZER = (*_LOADS_ALL, Setting("load_optim"))
@@ -69,16 +78,17 @@ class CheckpointConfig:
     non_persistent_save_interval: int | None = option(None, allowed=POSITIVE)
     """Iterations between non-persistent saves. Each rank saves its part of the state on its node, so that a
     restarted job loses less."""
-    non_persistent_ckpt_type: NonPersistentType | None = option(
-        None, only_with="non_persistent_save_interval"
-    )
+    non_persistent_save_interval_minutes: float | None = option(None, allowed=POSITIVE)
+    """Minutes from one save, of either kind, to the next non-persistent one. With an interval of iterations,
+    whichever comes first."""
+    non_persistent_ckpt_type: NonPersistentType | None = option(None, only_with=_SAVES_LOCALLY)
     """Type of non-persistent saves. With local, each rank saves its part to a folder on its node."""
     non_persistent_local_ckpt_dir: str | None = option(
-        None, differs_between_ranks=True, only_with="non_persistent_save_interval", allowed=LOCAL_PATH
+        None, differs_between_ranks=True, only_with=_SAVES_LOCALLY, allowed=LOCAL_PATH
     )
     """Folder for non-persistent saves, on each node's disk or in its memory, for example
     /dev/shm/megalite."""
-    peer_copies: int = option(0, allowed=NOT_NEGATIVE, only_with="non_persistent_save_interval")
+    peer_copies: int = option(0, allowed=NOT_NEGATIVE, only_with=_SAVES_LOCALLY)
     """Copies of each rank's part of a non-persistent save, each on another node. A job can restart from it
     after the loss of this many nodes."""
     peer_domains: str | None = option(None, allowed=LOCAL_PATH, only_with="peer_copies")
@@ -153,7 +163,7 @@ class CheckpointConfig:
         "use_checkpoint_args": {
             Setting("load", (None,)): ", from which it reads the model: pass it, or remove both",
         },
-        "non_persistent_save_interval": {
+        ("non_persistent_save_interval", "non_persistent_save_interval_minutes"): {
             Setting("non_persistent_local_ckpt_dir", (None,)): (
                 ": pass a folder on each node's disk or in its memory, for example /dev/shm/megalite"
             ),
@@ -167,6 +177,14 @@ class CheckpointConfig:
     def saves_at_intervals(self) -> bool:
         """Return whether checkpoints are saved before the end of the run."""
         return self.save_interval is not None or self.save_interval_minutes is not None
+
+    @property
+    def saves_locally(self) -> bool:
+        """Return whether there are non-persistent saves."""
+        return (
+            self.non_persistent_save_interval is not None
+            or self.non_persistent_save_interval_minutes is not None
+        )
 
     @property
     def run_folder(self) -> str | None:

@@ -209,18 +209,25 @@ class GoodputPlan:
     def _persistent_interval(self) -> float | None:
         """Return the requested interval of persistent saves in iterations."""
         checkpoint = self.plan.run.config.checkpoint
-        requested = [float(checkpoint.save_interval)] if checkpoint.save_interval else []
-        if checkpoint.save_interval_minutes:
-            requested.append(60 * checkpoint.save_interval_minutes / self.plan.time.seconds)
+        return self._shortest(checkpoint.save_interval, checkpoint.save_interval_minutes)
+
+    def _shortest(self, iterations: int | None, minutes: float | None) -> float | None:
+        """Return the shorter of two intervals in iterations; None without any."""
+        requested = [float(iterations)] if iterations else []
+        if minutes:
+            requested.append(60 * minutes / self.plan.time.seconds)
         return min(requested, default=None)
 
     @cached_property
     def save_interval(self) -> float:
         """Return the planned interval in iterations: the requested one, or the best."""
+        checkpoint = self.plan.run.config.checkpoint
         if self.num_copies:
-            interval = self.plan.run.config.checkpoint.non_persistent_save_interval
+            interval = self._shortest(
+                checkpoint.non_persistent_save_interval, checkpoint.non_persistent_save_interval_minutes
+            )
             assert interval is not None
-            return float(interval)
+            return interval
         return self._persistent_interval or float(self.intervals.best)
 
     @cached_property

@@ -366,11 +366,11 @@ class Checkpointing(Callback):
     """
 
     def __init__(self) -> None:
-        self._saved_at = 0.0  # age of the run in minutes, the same on every rank
+        self._saved_at = self._saved_locally_at = 0.0  # ages of the run in minutes, the same on every rank
 
     @contextmanager
     def running(self, loop: TrainingLoop) -> Iterator[None]:
-        self._saved_at = loop.stop_conditions.minutes
+        self._saved_at = self._saved_locally_at = loop.stop_conditions.minutes
         with loop.trainer.saver.training_from(loop.iteration):
             yield
 
@@ -384,22 +384,29 @@ class Checkpointing(Callback):
         trainer.saver.poll()
         # Processes that form a new group need no persistent checkpoint, if there are non-persistent ones.
         regroups = loop.stop is not None and loop.stop.regroups
-        is_last = loop.is_ending and not (regroups and config.non_persistent_save_interval)
-        if is_last or is_due(loop.iteration, config.save_interval) or self._is_late(loop):
+        is_last = loop.is_ending and not (regroups and config.saves_locally)
+        minutes = loop.stop_conditions.minutes
+        is_late = _has_passed(config.save_interval_minutes, minutes - self._saved_at)
+        if is_last or is_late or is_due(loop.iteration, config.save_interval):
             if config.save:
                 loop.save()
             else:  # the data influenced the metrics too
                 trainer.verify_data()
             if not loop.is_ending:
                 loop.request_stop(loop.stop_conditions.now())
-                self._saved_at = loop.stop_conditions.minutes
-        elif regroups or is_due(loop.iteration, config.non_persistent_save_interval):
+                self._saved_at = self._saved_locally_at = loop.stop_conditions.minutes
+        elif (
+            regroups
+            or is_due(loop.iteration, config.non_persistent_save_interval)
+            or _has_passed(config.non_persistent_save_interval_minutes, minutes - self._saved_locally_at)
+        ):
             loop.save_local()
+            self._saved_locally_at = minutes
 
-    def _is_late(self, loop: TrainingLoop) -> bool:
-        """Return whether the last save was --save-interval-minutes ago, when ranks last compared clocks."""
-        interval = loop.trainer.config.checkpoint.save_interval_minutes
-        return interval is not None and loop.stop_conditions.minutes - self._saved_at >= interval
+
+def _has_passed(interval: float | None, minutes: float) -> bool:
+    """Return whether an interval of minutes, if there is one, has passed when ranks last compared clocks."""
+    return interval is not None and minutes >= interval
 
 
 class Evaluation(Callback):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megalite.config import Config
 from megalite.train.callbacks.audit import Audit
+from megalite.train.callbacks.goodput import Goodput
 from megalite.train.callbacks.metrics_logging import ExpertLogging, LayerNorms, MetricsLogging, OptimizerNorms
 from megalite.train.callbacks.module_profile import ModuleProfile
 from megalite.train.callbacks.nan_locator import NanLocation
@@ -25,6 +26,7 @@ def default_callbacks(writers: Writers, config: Config) -> list[Callback]:
     logs_norms = logging.log_optimizer_states_to_tensorboard and logging.has_dashboards
     profiles = logging.profile or logging.profile_execution or logging.record_memory_history
     return [
+        Goodput(writers),
         HangWatchdog(),
         *([RoutingReplay()] if training.replay_routing_from else []),  # before what runs a microbatch
         *([ModuleProfile()] if logging.profile_modules else []),  # before the iteration's own are observed

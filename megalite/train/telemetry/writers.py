@@ -86,7 +86,7 @@ def short_line(metrics: IterationMetrics, config: LoggingConfig) -> str:
     fields.append(f"{metrics.tokens_per_second:,.0f} tokens/s")
     if config.log_throughput:
         fields.append(f"{_tflops(metrics, 1)} TFLOP/s per GPU")
-    return " | ".join([*fields, f"{_clock(seconds)} left"])
+    return " | ".join([*fields, f"{clock_text(seconds)} left"])
 
 
 def _tflops(metrics: IterationMetrics, decimals: int) -> str:
@@ -94,7 +94,7 @@ def _tflops(metrics: IterationMetrics, decimals: int) -> str:
     return f"{metrics.tflops_per_gpu:.{decimals if metrics.tflops_per_gpu >= 1 else 4}f}"
 
 
-def _clock(seconds: float) -> str:
+def clock_text(seconds: float) -> str:
     """Return a length of time as minutes:seconds, hours:minutes:seconds, or with days in front."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
