@@ -45,6 +45,8 @@ class FailingRun:
         restart: time from a failure until training continues, if a spare node is free.
         repair: time until a failed node is a spare node.
         spares: number of spare nodes.
+        lost_share: share of the training that stops while a failed node has no replacement: all if the run
+            waits for one.
     """
 
     failure_gap: float
@@ -53,6 +55,7 @@ class FailingRun:
     restart: float
     repair: float
     spares: int
+    lost_share: float = 1.0
 
     @cached_property
     def lifetimes(self) -> Floats:
@@ -140,7 +143,7 @@ class RunTimes:
         saves: training stopped for a save that is kept.
         lost: training that a failure undoes.
         restarts: from a failure until training continues, without waits.
-        waits: until a spare node is free.
+        waits: until a spare node is free, or what the missing ranks would have trained until then.
         failures: number of failures.
     """
 
@@ -190,7 +193,7 @@ def simulate_runs(
 def _simulate(
     run: FailingRun, work: float, interval: float, num_runs: int, random: np.random.Generator
 ) -> RunTimes:
-    now, kept, saves, lost, restarts, waits, failures = np.zeros((7, num_runs))
+    now, kept, saves, lost, restarts, waits, failures, replaced_at = np.zeros((8, num_runs))
     repaired: list[Floats] = []  # when the node of each failure is repaired
     running, startup = np.ones(num_runs, dtype=bool), 0.0
     while running.any():
@@ -212,8 +215,14 @@ def _simulate(
         if len(repaired) > run.spares:
             # The first failures use the spare nodes. Each later one uses the node that was repaired first.
             waited = np.where(fails, np.maximum(repaired[-1 - run.spares] - now, 0.0), 0.0)
-            waits += waited
-            now += waited
+            if run.lost_share == 1.0:
+                waits += waited
+                now += waited
+            else:  # the rest trains on, and starts again once more when all nodes are there
+                longer = np.maximum(now + waited - np.maximum(now, replaced_at), 0.0)
+                replaced_at = np.where(fails, np.maximum(replaced_at, now + waited), replaced_at)
+                waits += np.where(fails, run.lost_share * longer, 0.0)
+                restarts += np.where(waited > 0, run.restart, 0.0)
         running, startup = fails, run.restart
     return RunTimes(kept, saves, lost, restarts, waits, failures)
 

@@ -1,14 +1,16 @@
 """Runs whose nodes fail: which save interval is best, how long a run takes, its spare nodes and its price.
 
-A failure ends all ranks. They restart on a spare node, load the last complete checkpoint (with --peer-copies,
-the last non-persistent save, of which a copy is left), and repeat the work since then. All times are in
-seconds.
+A failure stops all ranks. They start again with a spare node, load the last complete checkpoint (with
+--peer-copies, the last non-persistent save, of which a copy is left), and repeat the work since then. With
+--inprocess-restart, their processes live on, and train with a smaller dp if no spare node is free. All times
+are in seconds.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -36,6 +38,9 @@ train/tr11-176B-ml/chronicles.md), and Llama 3 had storage of 2 TB/s for 2,048 n
 section 3.3.1)."""
 RESTART_MINUTES = 10.0
 """From a failure to the first load: ranks that hang are noticed after --distributed-timeout-minutes, 10."""
+IN_PROCESS_MINUTES = 20 / 60
+"""The same with --inprocess-restart. TrainMover, whose standby machines are ready too, took 20 s on 1,024
+GPUs (Lao et al., arXiv:2412.12636v3)."""
 REPAIR_DAYS = 1.0
 """Days until a failed node is repaired or replaced."""
 ASYNC_SHARE = 0.005
@@ -72,28 +77,50 @@ class Reliability:
     spare_nodes: int | None = None
 
 
+@dataclass(frozen=True)
+class Recovery:
+    """How a run goes on after a failure.
+
+    Attributes:
+        num_copies: value of --peer-copies; 0 if it loads a checkpoint.
+        in_process: whether --inprocess-restart is set.
+        spares: number of spare nodes; None for enough.
+    """
+
+    num_copies: int
+    in_process: bool
+    spares: int | None
+
+
 class GoodputPlan:
     """Plan of a run on nodes that fail. Each number is computed when it is first requested.
 
     Args:
         plan: the plan without failures.
         costs: inputs to the days and the price.
+        recovery: how the run goes on after a failure; by default as its flags say.
 
     Raises:
         UserError: the run would hardly make progress.
     """
 
-    def __init__(self, plan: RunPlan, reliability: Reliability, costs: Costs) -> None:
-        self.plan, self.costs = plan, costs
+    def __init__(
+        self, plan: RunPlan, reliability: Reliability, costs: Costs, recovery: Recovery | None = None
+    ) -> None:
+        self.plan, self.reliability, self.costs = plan, reliability, costs
         cluster, config = plan.run.cluster, plan.run.config
         self.num_nodes, self.node_mtbf = cluster.num_nodes, reliability.node_mtbf
         self.storage_gbps = reliability.storage_gbps or NODE_STORAGE_GBPS * self.num_nodes
         gap = reliability.node_mtbf / self.num_nodes
         repair = reliability.node_repair or REPAIR_DAYS * _DAY
-        start = 60 * (reliability.restart_minutes or RESTART_MINUTES)
-        spares = reliability.spare_nodes
-        self.has_spare_nodes = spares is not None
-        self.num_copies = config.checkpoint.peer_copies
+        checkpoint = config.checkpoint
+        of_flags = Recovery(checkpoint.peer_copies, checkpoint.inprocess_restart, reliability.spare_nodes)
+        self.recovery = recovery or of_flags
+        self._is_requested = self.recovery == of_flags
+        minutes = IN_PROCESS_MINUTES if self.recovery.in_process else RESTART_MINUTES
+        if self.recovery.in_process == of_flags.in_process and reliability.restart_minutes:
+            minutes = reliability.restart_minutes
+        self.num_copies, spares = self.recovery.num_copies, self.recovery.spares
         if self.num_copies >= self.num_nodes:
             raise UserError(
                 f"--peer-copies {self.num_copies} needs {self.num_copies + 1} nodes, and the run has "
@@ -103,10 +130,11 @@ class GoodputPlan:
         self.failing = FailingRun(
             failure_gap=gap,
             blocked=self._blocked(saved),
-            written=saved if config.checkpoint.async_save else 0.0,
-            restart=start + (self.peer_load_seconds if self.num_copies else self.load_seconds),
+            written=saved if checkpoint.async_save else 0.0,
+            restart=60 * minutes + (self.peer_load_seconds if self.num_copies else self.load_seconds),
             repair=repair,
             spares=enough_spares(gap, repair) if spares is None else spares,
+            lost_share=1 - self.smaller_dp / plan.run.dp if self.recovery.in_process else 1.0,
         )
         self._check()
 
@@ -126,6 +154,43 @@ class GoodputPlan:
                 f"the run saves every {duration(interval / _DAY, 2)}, and {failures}: it would hardly make "
                 f"progress; pass {self.interval_flag} {self.intervals.best}"
             )
+
+    @property
+    def smaller_dp(self) -> int:
+        """Return dp after the loss of a node: fewer replicas by those on it, which must divide the batch."""
+        run = self.plan.run
+        ranks, per_node = run.cluster.world_size // run.dp, run.cluster.gpus_per_node
+        left = run.dp - math.ceil(per_node / ranks)
+        num_microbatches = run.global_batch // run.config.training.micro_batch_size
+        return next((dp for dp in range(left, 0, -1) if num_microbatches % dp == 0), 0)
+
+    @cached_property
+    def recoveries(self) -> list[GoodputPlan]:
+        """Return plans of the run with this recovery and others, from the most goodput to the least."""
+        copies, spares = max(1, self.num_copies), self.recovery.spares
+        compared = {
+            Recovery(0, False, spares),
+            Recovery(copies, False, spares),
+            Recovery(copies, True, spares),
+            Recovery(copies, True, 0),
+        }
+        others = []
+        for recovery in compared - {self.recovery}:
+            with suppress(UserError):  # the run would hardly make progress, or has too few nodes
+                others.append(GoodputPlan(self.plan, self.reliability, self.costs, recovery))
+        return sorted([self, *others], key=lambda each: -each.times.share("work"))
+
+    @cached_property
+    def cheapest_spares(self) -> int:
+        """Return the number of spare nodes with which the run takes the fewest GPU hours."""
+
+        def cost(spares: int) -> float:
+            run = replace(self.failing, spares=spares)
+            interval = self.save_interval * self.plan.time.seconds
+            times = simulate_runs(run, self.work or LONG_RUN, interval, num_runs=100)
+            return float(times.total.mean()) * (self.num_nodes + spares)
+
+        return min(range(enough_spares(self.failing.failure_gap, self.failing.repair) + 1), key=cost)
 
     @property
     def _optimizer_bytes(self) -> int:
@@ -222,6 +287,8 @@ class GoodputPlan:
     def save_interval(self) -> float:
         """Return the planned interval in iterations: the requested one, or the best."""
         checkpoint = self.plan.run.config.checkpoint
+        if not self._is_requested:
+            return float(self.intervals.best)
         if self.num_copies:
             interval = self._shortest(
                 checkpoint.non_persistent_save_interval, checkpoint.non_persistent_save_interval_minutes
@@ -289,8 +356,11 @@ class GoodputPlan:
         names = {"saves": "saves", "lost": "lost work", "restarts": "restarts", "waits": "waits for nodes"}
         parts = ", ".join(f"{name} {self.times.share(kind):.1%}" for kind, name in names.items())
         yield f"goodput        {self.times.share('work'):.1%} of the time: {parts}"
-        enough = "" if self.has_spare_nodes else f", one is free for {FREE_SPARE:.0%} of the failures"
+        enough = f", one is free for {FREE_SPARE:.0%} of the failures" if self.recovery.spares is None else ""
         yield f"spare nodes    {failing.spares}{enough}; a repair takes {length(failing.repair)}"
+        if self.cheapest_spares != failing.spares:
+            yield f"{'':15}with the fewest GPU hours: --spare-nodes {self.cheapest_spares}"
+        yield from self._recovery_lines()
         if self.work is None:
             return
         mean, least, most = (length(each) for each in self.spread(1.0))
@@ -299,6 +369,23 @@ class GoodputPlan:
         if self.price_per_hour is not None:
             mean, least, most = (plain(each * self.price_per_hour) for each in self.spread(_HOUR))
             yield f"total price    {mean} with the spare nodes; 90% of runs: {least} to {most}"
+
+    def _recovery_lines(self) -> Iterator[str]:
+        """Yield a table of recoveries, with the flags to pass."""
+        yield f"{'recovery':15}goodput  GPU hours"
+        own_nodes = self.num_nodes + self.failing.spares
+        for each in self.recoveries:
+            spares = each.failing.spares
+            hours = (self.num_nodes + spares) * each.times.total.mean()
+            ways = [f"--peer-copies {each.num_copies}"] if each.num_copies else ["checkpoints"]
+            ways += ["--inprocess-restart"] if each.recovery.in_process else []
+            with_spares = counted(spares, "spare node")
+            if each.recovery.in_process and not spares:
+                with_spares = f"no spare node (dp {self.smaller_dp})"
+            share = hours / (own_nodes * self.times.total.mean())
+            planned = " (as planned)" if each is self else ""
+            row = f"{each.times.share('work'):7.1%}  {share:9.1%}  {' '.join(ways)}"
+            yield f"{'':15}{row}, {with_spares}{planned}"
 
     def as_object(self) -> dict[str, Any]:
         """Return the object of --json."""
@@ -323,6 +410,17 @@ class GoodputPlan:
             "young_s": young_interval(failing.failure_gap, failing.blocked),
             "daly_s": daly_interval(failing.failure_gap, failing.blocked),
             "spare_nodes": failing.spares,
+            "cheapest_spare_nodes": self.cheapest_spares,
+            "recoveries": [
+                {
+                    "peer_copies": each.num_copies,
+                    "in_process": each.recovery.in_process,
+                    "spare_nodes": each.failing.spares,
+                    "goodput": each.times.share("work"),
+                    "best_save_interval": each.intervals.best,
+                }
+                for each in self.recoveries
+            ],
             "node_repair_days": failing.repair / _DAY,
         }
         if self.num_copies:

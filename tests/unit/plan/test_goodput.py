@@ -233,6 +233,58 @@ def test_peer_copies_are_in_the_output() -> None:
     assert json.loads(line)["goodput"]["peer_save_s"] == goodput(f"{RUN} {PEERS}").peer_save_seconds
 
 
+@pytest.mark.parametrize("repairs", [0.1, 1.0, 5.0])
+def test_a_smaller_layout_loses_a_share_while_a_node_is_missing(repairs: float) -> None:
+    """The share of the time in which a node is missing is that of a queue of Poisson arrivals, M/G/inf."""
+    run = failing(10 * HOUR, 1.0, spares=0, restart=1.0, repair=repairs * 10 * HOUR, lost_share=0.3)
+    times = simulate_runs(run, 4000 * HOUR, HOUR, num_runs=200)
+    is_missing = 1 - math.exp(-repairs)
+    of_elapsed = times.waits.sum() / (times.total - times.waits).sum()
+    assert of_elapsed == pytest.approx(0.3 * is_missing, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("layout", "batch", "smaller"),
+    [
+        ("--world-size 64 --tp 8 --pp 2", 48, 3),  # 4 replicas of 2 nodes
+        ("--world-size 64 --tp 8 --pp 2", 32, 2),
+        ("--world-size 32 --tp 2 --pp 1", 96, 12),  # 16 replicas, 4 on a node
+        ("--world-size 8 --tp 8 --pp 1", 8, 0),
+    ],
+)
+def test_dp_after_the_loss_of_a_node_divides_the_batch(layout: str, batch: int, smaller: int) -> None:
+    flags = f"--preset llama3-8b --gpu h100 {layout} --micro-batch-size 1 --global-batch-size {batch} --bf16"
+    assert goodput(f"{flags} --node-mtbf 3y").smaller_dp == smaller
+
+
+def test_recoveries_are_compared() -> None:
+    in_process = f"{PEERS} --inprocess-restart --save runs/a"
+    found = goodput(f"{RUN} {in_process}")
+    assert found.failing.restart == pytest.approx(20 + found.peer_load_seconds)
+    assert goodput(f"{RUN} {in_process} --restart-minutes 2").failing.restart == pytest.approx(
+        120 + found.peer_load_seconds
+    )
+    plans = found.recoveries
+    assert [each.times.share("work") for each in plans] == sorted(
+        (each.times.share("work") for each in plans), reverse=True
+    )
+    assert [(each.num_copies, each.recovery.in_process, each.failing.spares > 0) for each in plans] == [
+        *((1, True, True), (1, False, True), (0, False, True), (1, True, False))
+    ]
+    alone = goodput(RUN)
+    (same,) = [each for each in plans if not each.num_copies]
+    assert same.times.share("work") == alone.times.share("work")
+    assert (same.save_interval, found.save_interval) == (alone.intervals.best, 10)
+
+
+@pytest.mark.parametrize(("repair", "pays"), [("1h", False), ("1000d", True)])
+def test_spare_nodes_pay_if_repairs_take_long(repair: str, pays: bool) -> None:
+    """In 100 days on 16 nodes, of which one fails every 16 days."""
+    flags = "--preset llama3-8b --gpu h100 --world-size 128 --global-batch-size 128 --bf16 --tp 8 --pp 1"
+    found = goodput(f"{flags} --zero-stage 1 --node-mtbf 264d --node-repair {repair}")
+    assert (3 < found.cheapest_spares < 16) if pays else (found.cheapest_spares == 0)
+
+
 def test_async_saves_are_not_due_while_one_is_written() -> None:
     found = goodput(f"{RUN} --async-save --storage-gbps 20")
     assert found.intervals.best * found.plan.time.seconds >= 2 * found.save_seconds
@@ -262,7 +314,8 @@ def test_the_output_fits_a_terminal_and_the_object_agrees() -> None:
     start = next(number for number, line in enumerate(text) if line.startswith("failures "))
     rows = text[start : text.index("", start)]
     assert [row[:15].strip() for row in rows if row[0] != " "] == [
-        *("failures", "checkpoint", "save interval", "goodput", "spare nodes", "with failures", "total price")
+        *("failures", "checkpoint", "save interval", "goodput", "spare nodes", "recovery"),
+        *("with failures", "total price"),
     ]
     assert max(map(len, rows)) <= 100
     (line,) = answer(f"{RUN} {LENGTH} --json".split())
