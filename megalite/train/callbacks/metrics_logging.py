@@ -112,6 +112,8 @@ class MetricsLogging(Callback):
 
     def after_layout_change(self, loop: TrainingLoop, change: LayoutChange) -> None:
         self.writers.layout_change(loop.iteration, change._asdict())
+        for meter in self.meters.values():
+            meter.tp = loop.trainer.topology.tp.size
 
     def on_evaluation(self, loop: TrainingLoop, metrics: ValidationMetrics) -> None:
         self.writers.validation(metrics)

@@ -215,8 +215,10 @@ class IntervalMeter:
         train_iters: number of iterations of the whole run.
         world_size: number of ranks that share the work.
         device: this rank's device, whose memory and peak rate are reported.
-        tp: tensor-parallel size, on which the padded vocabulary depends.
         clock: returns seconds from any origin.
+
+    Attributes:
+        tp: tensor-parallel size, on which the padded vocabulary depends.
     """
 
     def __init__(
@@ -231,10 +233,11 @@ class IntervalMeter:
         self._seq_length = model.seq_length
 
         @cache
-        def tflop_per_token_and_rank(seq_length: int) -> float:
+        def tflop_per_token_and_rank(seq_length: int, tp: int) -> float:
             return flops_per_token(replace(model, seq_length=seq_length), tp) / world_size / 1e12
 
         self._tflop_per_token_and_rank = tflop_per_token_and_rank
+        self.tp = tp
         self._peak_tflops = peak_tflops(device)
         self._train_iters = train_iters
         self._device = device
@@ -278,7 +281,7 @@ class IntervalMeter:
         means = {name: sum(each.losses[name] for each in trained) / len(trained) for name in names}
         tokens_per_second = num_samples * self._seq_length / (now - start)
         tflop = sum(
-            plan.num_sequences * plan.seq_length * self._tflop_per_token_and_rank(plan.seq_length)
+            plan.num_sequences * plan.seq_length * self._tflop_per_token_and_rank(plan.seq_length, self.tp)
             for plan in (each.plan for each in trained)
         )
         tflops = tflop / (now - start)

@@ -78,6 +78,11 @@ def test_interval_gives_means_and_the_last_norm(meter: IntervalMeter, clock: Clo
     assert (metrics.num_iterations, metrics.num_skipped, metrics.num_nan, metrics.skipped) == (4, 1, 0, False)
     assert metrics.warnings == ()
     assert 0 < metrics.memory_allocated_mb <= metrics.memory_reserved_mb < 1e5
+    meter.tp, clock.now = 5, clock.now + 1.0  # the layout has changed
+    _add(meter, 5, 2.0, grad_norm=1.0)
+    of_tp_5 = flops_per_token(MODEL, 5)
+    assert of_tp_5 != flops_per_token(MODEL, 2)
+    assert _take(meter, 5).tflops_per_gpu == pytest.approx(8 * 16 * of_tp_5 / 4 / 1e12)
 
 
 def test_take_starts_anew(meter: IntervalMeter, clock: Clock) -> None:
