@@ -400,6 +400,8 @@ class Checkpointing(Callback):
             or is_due(loop.iteration, config.non_persistent_save_interval)
             or _has_passed(config.non_persistent_save_interval_minutes, minutes - self._saved_locally_at)
         ):
+            if regroups:
+                trainer.saver.finish()  # a save that is due while another one runs is skipped
             loop.save_local()
             self._saved_locally_at = minutes
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megalite.checkpoint.full_tensors import FullReader
 from megalite.checkpoint.manifest import read_manifest
+from megalite.checkpoint.saver import Saver
 from megalite.config import CheckpointConfig, Config, DataConfig, OptimizerConfig, TrainingConfig
 from megalite.config.presets import PRESETS
 from megalite.distributed.topology import Topology
@@ -219,6 +220,26 @@ def test_checkpoints_are_saved_by_time(
     callbacks = [recorder, OneMinuteIterations()]
     _run(one_rank, callbacks, checkpoint=checkpoint, train_iters=8, eval_iters=0)
     assert [call for call in recorder.calls if "save" in call] == [f"save at {each}" for each in saved]
+
+
+def test_the_last_save_of_a_group_waits_for_a_running_one(
+    one_rank: Topology, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(TrainingLoop, "save_local", lambda loop: calls.append("save"))
+    monkeypatch.setattr(Saver, "finish", lambda saver: calls.append("wait"))
+
+    class Regrouping(Callback):
+        def after_step(self, loop: TrainingLoop, result: StepResult) -> None:
+            loop.request_stop(Stop("processes have joined", regroups=True))
+
+    checkpoint = CheckpointConfig(
+        save=str(tmp_path),
+        non_persistent_save_interval=100,
+        non_persistent_local_ckpt_dir=str(tmp_path / "local"),
+    )
+    _run(one_rank, [Regrouping()], checkpoint=checkpoint, train_iters=8, eval_iters=0)
+    assert calls[:2] == ["wait", "save"]
 
 
 def test_a_callback_stops_the_run(one_rank: Topology, tmp_path: Path) -> None:
