@@ -303,7 +303,7 @@ def check_device(device: torch.device, training: TrainingConfig) -> None:
     """
     if training.fp8_format is None or training.emulate:
         return
-    flag = f"--fp{4 if training.fp8_format == 'e2m1' else 8}-format {training.fp8_format}"
+    flag = training.fp8_flag
     if training.fp8_recipe in FP8_BLOCKS:
         raise UserError(
             f"{flag} with --fp8-recipe {training.fp8_recipe}: megalite has no GPU kernels for it yet; "
