@@ -97,8 +97,7 @@ class Fp8Options:
     fp8_weight_cache: bool = option(True, on_resume=OnResume.FREE, only_with="fp8_format")
     """Keep FP8 copies of weights for all microbatches of an iteration, 2 bytes per linear layer's weight."""
     fp8_param_gather: bool = option(False, on_resume=OnResume.FREE, only_with="fp8_format")
-    """Gather linear layers' weights in 8 bits with --zero-stage 3: half the bytes and memory, and the same
-    results."""
+    """With ZeRO, gather linear layers' weights in 8 bits: half the bytes and memory, and the same results."""
 
     conflicts: ClassVar[Conflicts] = {
         Setting("fp8_recipe", ("tensorwise", "delayed")): {
