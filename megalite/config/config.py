@@ -100,6 +100,16 @@ class Config:
         seconds = self.training.hang_timeout
         return self.parallel.distributed_timeout_minutes * 60 / 2 if seconds is None else seconds
 
+    def gathers_in_8_bits(self, num_shards: int) -> bool:
+        """Return whether ZeRO gathers weights of linear layers in 8 bits.
+
+        Args:
+            num_shards: ranks that it shards over.
+        """
+        stage = self.parallel.zero_stage_among(num_shards)
+        is_in_place = stage < 3 and self.optimizer.offloads_optimizer
+        return self.training.fp8_param_gather and stage > 0 and not is_in_place
+
     @property
     def depends_on_micro_batch(self) -> bool:
         """Return whether another micro-batch size trains another run."""

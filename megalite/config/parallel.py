@@ -72,8 +72,7 @@ _OTHER_THAN_RING = Setting(
 )
 _PP = Setting("pipeline_model_parallel_size", ABOVE_ONE)
 _TP = Setting("tensor_model_parallel_size", ABOVE_ONE)
-_FP8_SCALE = "with --fp8-format an operand of a GEMM is scaled by all of its tokens, not by parts"
-_TP_OVERLAP = (_TP, Setting("fp8_format", (None,), _FP8_SCALE))
+_TP_OVERLAP = (_TP, Setting("fp8_format", (None,), "with --fp8-format no GEMM is split into parts"))
 _ON_GPUS = Setting(
     "distributed_backend", ("auto", "nccl"), "ranks run on CPU cores (--distributed-backend gloo)"
 )

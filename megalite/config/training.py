@@ -97,8 +97,7 @@ class Fp8Options:
     fp8_weight_cache: bool = option(True, on_resume=OnResume.FREE, only_with="fp8_format")
     """Keep FP8 copies of weights for all microbatches of an iteration, 2 bytes per linear layer's weight."""
     fp8_param_gather: bool = option(False, on_resume=OnResume.FREE, only_with="fp8_format")
-    """Gather linear layers' weights in 8 bits with --zero-stage 3: half the bytes and memory, and the same
-    results."""
+    """With ZeRO, gather linear layers' weights in 8 bits: half the bytes and memory, and the same results."""
 
     conflicts: ClassVar[Conflicts] = {
         Setting("fp8_recipe", ("tensorwise", "delayed")): {
@@ -135,10 +134,20 @@ class Fp8Options:
     }
 
     @property
+    def gemm_bits(self) -> int:
+        """Return the bits of the numbers that GEMMs with `fp8_format` multiply."""
+        return 4 if self.fp8_format == "e2m1" else 8
+
+    @property
+    def fp8_flag(self) -> str:
+        """Return the flag of the format, by the name for its number of bits."""
+        return f"--fp{self.gemm_bits}-format {self.fp8_format}"
+
+    @property
     def fp8_description(self) -> str:
         """Return the precision for the log: `8-bit GEMMs (hybrid, mxfp8, emulated)`."""
-        bits, emulated = 4 if self.fp8_format == "e2m1" else 8, ", emulated" if self.emulate else ""
-        return f"{bits}-bit GEMMs ({self.fp8_format}, {self.fp8_recipe}{emulated})"
+        emulated = ", emulated" if self.emulate else ""
+        return f"{self.gemm_bits}-bit GEMMs ({self.fp8_format}, {self.fp8_recipe}{emulated})"
 
     @property
     def depends_on_micro_batch(self) -> bool:

@@ -160,8 +160,10 @@ def _parallel_reasons(config: Config, world_size: int | None) -> Iterator[tuple[
         yield "fp8_weight_cache", "with --zero-stage 3 full weights are not kept"
     elif config.training.compile and parallel.tp == 1 and not SCHEDULES[parallel.schedule].splits_backward:
         yield "fp8_weight_cache", "compiled layers round weights for each microbatch (--compile)"
-    if parallel.zero_stage != 3:
-        yield "fp8_param_gather", "only --zero-stage 3 gathers weights in 8 bits"
+    if parallel.zero_stage == 0:
+        yield "fp8_param_gather", "only --zero-stage 1 to 3 gather weights"
+    elif parallel.zero_stage < 3 and config.optimizer.offloads_optimizer:
+        yield "fp8_param_gather", "only --zero-stage 3 gathers weights in 8 bits from offloaded state"
     num_replicas = replicas(config, world_size)
     if num_replicas == 1:
         for name in (

@@ -67,9 +67,10 @@ _GEMMS: dict[Any, Callable[..., GemmCall]] = {
     torch_private.grouped_mm: _grouped_mm,
     torch_private.scaled_mm_operator: lambda a, b, *_: _mm(a, b),
 }
-_CASTS = {_OURS.amax, _OURS.round_tensor, _OURS.round_and_measure, _OURS.round_in_blocks}
-"""Operators that find the largest magnitude of a GEMM's operand, or round it. One that rounds to a dtype
-but returns what the codes stand for, in the dtype of its argument, has the dtype as its second argument."""
+_DECODED = {_OURS.round_in_blocks, _OURS.transform_and_round}
+"""Operators that round to the dtype in their second argument, and return what the codes stand for."""
+_CASTS = {_OURS.amax, _OURS.round_tensor, _OURS.round_and_measure, *_DECODED}
+"""Operators that find the largest magnitude of a GEMM's operand, or round it."""
 
 
 class _AttentionOperator(NamedTuple):
@@ -224,7 +225,7 @@ class OperatorLog(Reader):
     def _add_cast(self, packet: Any, args: Sequence[Any], out: Any) -> None:
         x, num_bytes = args[0], float(sum(map(_num_bytes, tensors_in(out))))
         of_weight = storage_number(x.untyped_storage()) in self._weights
-        if packet is _OURS.round_in_blocks:
+        if packet in _DECODED:
             size = 0.5 if "float4" in str(args[1]) else args[1].itemsize
             num_bytes = size * out.numel()
             self._rounded.put(out, size)

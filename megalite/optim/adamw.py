@@ -264,9 +264,9 @@ class AdamW:
         with observed(self.observers, "optimizer-inner-step"):
             own_rate = learning_rate if decoupled_learning_rate is None else decoupled_learning_rate
             updates = self._updates(gradients, learning_rate, own_rate, weight_decay)
-            groups: dict[tuple[float, float, float], list[_Update]] = {}
+            groups: dict[tuple[tuple[float, ...], bool], list[_Update]] = {}
             for update in updates[num_offloaded:]:
-                groups.setdefault(update.settings, []).append(update)
+                groups.setdefault((update.settings, update.state.rounded is None), []).append(update)
             for group in groups.values():
                 for pieces in _pieces(group):
                     self._update(pieces, number, divisor, is_good)

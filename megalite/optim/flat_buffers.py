@@ -92,13 +92,13 @@ class Bucket:
         replicas: the ranks that have the same bucket and sum its gradients.
         entries: parameters by kind, and in the order in which backward reaches them, the model's last
             parameter first.
-        weight: flat weights, ``[size]``. At ZeRO stage 3 they have no memory, except while `ShardedWeights`
+        weight: flat weights, ``[size]``. With `main` they have no memory, except while `ShardedWeights`
             gathers them.
         shard: range of the flat tensors that this rank owns if ZeRO shards them: the parts of as many
             ranks as replicate it.
         counted: part of `shard` that this rank counts in norms, and no other data-parallel rank.
         sections: ranges of parameters of one kind; together they cover the bucket.
-        main: at ZeRO stage 3, this rank's shard of the main weights, ``[shard size]``; else None.
+        main: with `main_dtype`, this rank's shard of the main weights, ``[shard size]``; else None.
         numbers: the weights in E4M3, ``[size]``, without memory like `weight`, if `ShardedWeights` gathers
             them instead; else None.
     """
@@ -181,20 +181,26 @@ def make_buckets(
 ) -> list[Bucket]:
     """Assign parameters to buckets, in the order in which backward fills the buckets.
 
+    Weights that are gathered in 8 bits have their own.
+
     Args:
         named_parameters: parameters in the order in which forward uses them.
         new_bucket: makes a bucket of parameters of one kind.
         bucket_size: number of elements at which a bucket is full; `usual_bucket_size` by default.
         kind_of: returns a parameter's kind.
     """
+
+    def key(parameter: nn.Parameter) -> tuple[ParameterKind, bool]:
+        return kind_of(parameter), fp8_weights_of(parameter) is not None
+
     backwards = list(named_parameters)[::-1]
     size = bucket_size or usual_bucket_size(sum(parameter.numel() for _, parameter in backwards))
     arrival = {name: number for number, (name, _) in enumerate(backwards)}
-    kinds = dict.fromkeys(kind_of(parameter) for _, parameter in backwards)
+    keys = dict.fromkeys(key(parameter) for _, parameter in backwards)
     buckets = [
         new_bucket(members)
-        for each in kinds
-        for members in _split([pair for pair in backwards if kind_of(pair[1]) == each], size)
+        for each in keys
+        for members in _split([pair for pair in backwards if key(pair[1]) == each], size)
     ]
     return sorted(buckets, key=lambda bucket: arrival[bucket.entries[-1].name])
 

@@ -30,6 +30,7 @@ from megalite.optim.state_storage import StateSize
 from megalite.optim.weight_gathering import ChunkModules, ShardedWeights, WeightGatherer, bucket_units
 from megalite.pipeline.schedules import SCHEDULES
 from megalite.tensor_parallel.counter_random import fill_initial
+from megalite.tensor_parallel.fp8 import fp8_weights_of
 from megalite.tensor_parallel.parameter_spec import ParameterShard, num_used, spec_of
 from megalite.tensor_parallel.vocab_parallel import TiedWeight, sum_tied_embedding_grads
 from megalite.utils.torch_private import foreach_copy_, foreach_mul_
@@ -107,7 +108,7 @@ class Optimizer:
             buffer for buffer in self.buffers if self.shards_weights and self._is_copied(buffer.bucket)
         ]
         self.gatherer: WeightGatherer | ShardedWeights = (
-            self._shard_weights(chunks, keeps_weights)
+            self._shard_weights(chunks, list(self._buffer_of), keeps_weights)
             if self.shards_weights
             else self._make_gatherer(chunks, parallel)
         )
@@ -128,8 +129,10 @@ class Optimizer:
             return spec_of(parameter).parameter_axes.replicas(self.topology)
 
         def new_bucket(pairs: Sequence[tuple[str, nn.Parameter]]) -> Bucket:
-            replicas, main = replicas_of(pairs[0][1]), main_dtype(self.dtype) if self.shards_weights else None
-            return Bucket(pairs, replicas, kind_of=kind_of, main_dtype=main)
+            first = pairs[0][1]
+            is_sharded = self.shards_weights or fp8_weights_of(first) is not None
+            main = main_dtype(self.dtype) if is_sharded else None
+            return Bucket(pairs, replicas_of(first), kind_of=kind_of, main_dtype=main)
 
         if self.shards_weights:
             splits = SCHEDULES[parallel.schedule].splits_backward
@@ -199,14 +202,16 @@ class Optimizer:
                 sum_copies = partial(sum_tied_embedding_grads, pp=self.topology.pp)
         return GradReducer(buffers, overlap, tied, sum_copies, graphs_add, on_complete)
 
-    def _shard_weights(self, chunks: Sequence[ChunkModules], keeps_weights: bool) -> ShardedWeights:
+    def _shard_weights(
+        self, chunks: Sequence[ChunkModules], buckets: Sequence[Bucket], keeps_weights: bool
+    ) -> ShardedWeights:
         weights = ShardedWeights(
             chunks,
-            list(self._buffer_of),
+            buckets,
             keeps_rest=keeps_weights or self.topology.pp.size > 1,
             keeps_layers=keeps_weights,
             tp=self.topology.tp,
-            wait_for_reductions=self.reducer.wait_for_started,
+            wait_for_reductions=self.reducer.wait_for_started if self.shards_weights else lambda: None,
             wait_for_update=None if self.offload is None else self._wait_for_update,
         )
         self.reducer.on_filled = lambda buffer: weights.gradients_are_complete(buffer.bucket)
@@ -214,17 +219,20 @@ class Optimizer:
 
     def _make_gatherer(self, chunks: Sequence[ChunkModules], parallel: ParallelConfig) -> WeightGatherer:
         gathers = self.stage > 0
+        full = [bucket for bucket in self._buffer_of if bucket.main is None]
+        in_8_bits = [bucket for bucket in self._buffer_of if bucket.main is not None]
         overlaps = (
             parallel.gathers_under_forward(self.topology.device.type) if gathers else self.offload is not None
         )
         return WeightGatherer(
-            [buffer.bucket for buffer in self.buffers],
+            full,
             gathers,
             [unit for chunk in chunks for unit in chunk.units] if overlaps else (),
             # With tensor parallelism a GPU starts kernels in launch order (`settings_for`): forward would not
             # begin before the last bucket.
             one_ahead=self.topology.tp.size > 1,
             wait_for_update=None if self.offload is None else self._wait_for_update,
+            in_8_bits=self._shard_weights(chunks, in_8_bits, keeps_weights=True) if in_8_bits else None,
         )
 
     def _copy_to_host(self, buffer: GradientBuffer) -> None:

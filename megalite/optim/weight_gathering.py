@@ -2,14 +2,14 @@
 
 At ZeRO stages 0 to 2, `WeightGatherer` completes the updated weights before or during the next forward. At
 stage 3, `ShardedWeights` gathers an FSDP unit's weights before its forward and its backward, and frees them
-afterwards (Rajbhandari et al. 2020, section 5.3; Zhao et al. 2023, "PyTorch FSDP"). Between two uses a
-bucket's flat weights then have no memory. Only their storage is resized: the parameters, their hooks and the
-views that autograd has saved stay the same objects.
+afterwards (Rajbhandari et al. 2020, section 5.3; Zhao et al. 2023, "PyTorch FSDP"). Weights in 8 bits are
+gathered so at stages 1 and 2 too, once per iteration. Between two uses they have no memory. Only their
+storage is resized: the parameters, their hooks and the views that autograd has saved stay the same objects.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -40,6 +40,7 @@ class WeightGatherer:
         one_ahead: start each bucket only when forward waits for the previous one.
         wait_for_update: waits until a bucket is updated, for concurrent updates on the host; buckets are
             then started as with `one_ahead`. None if `start` is called after the update.
+        in_8_bits: gathers the weights of other buckets; None if there are none.
     """
 
     def __init__(
@@ -49,37 +50,42 @@ class WeightGatherer:
         units: Sequence[FsdpUnit] = (),
         one_ahead: bool = False,
         wait_for_update: Callable[[Bucket], object] | None = None,
+        in_8_bits: ShardedWeights | None = None,
     ) -> None:
         self.gathers = gathers
+        self.in_8_bits = in_8_bits
         self.overlap = bool(units)
         self.one_ahead = one_ahead
         self.wait_for_update = wait_for_update
         self._in_flight: dict[Bucket, Pending] = {}
         bucket_of = {entry.parameter: bucket for bucket in buckets for entry in bucket.entries}
-        needs = [dict.fromkeys(bucket_of[parameter] for parameter in parameters) for _, parameters in units]
+        needs = [_buckets_of(parameters, bucket_of) for _, parameters in units]
         used = dict.fromkeys(bucket for needed in needs for bucket in needed)
         assert not units or len(used) == len(buckets), "a bucket that no unit waits for"
         self.buckets = list(used) if units else list(buckets)
         self._position = {bucket: position for position, bucket in enumerate(self.buckets)}
         self._num_started = len(self.buckets)  # before the first update, weights are complete
         for (module, _), needed in zip(units, needs, strict=True):
-            module.register_forward_pre_hook(partial(self._wait, list(needed)))
+            module.register_forward_pre_hook(partial(self._wait, needed))
 
     def start(self) -> None:
         """Start to all-gather the buckets from up-to-date shards."""
         self._num_started = 0
         if not self.overlap:
             self._start_until(len(self.buckets))
-            self.finish()
+            self._wait(self.buckets)
         elif self.wait_for_update is None:
             self._start_until(1 if self.one_ahead else len(self.buckets))
 
     def finish(self) -> None:
         """Wait for every bucket, before weights are read outside of a unit's forward."""
         self._wait(self.buckets)
+        self.free()
 
     def free(self) -> None:
-        """Do nothing: weights stay full."""
+        """Free the weights in 8 bits; the others stay full."""
+        if self.in_8_bits is not None:
+            self.in_8_bits.free()
 
     def _start_until(self, end: int) -> None:
         for bucket in self.buckets[self._num_started : end]:
@@ -96,6 +102,11 @@ class WeightGatherer:
             self._start_until(self._position[bucket] + 2)  # this bucket and the one after it
             if pending := self._in_flight.pop(bucket, None):
                 pending.wait()
+
+
+def _buckets_of(parameters: Iterable[nn.Parameter], bucket_of: Mapping[nn.Parameter, Bucket]) -> list[Bucket]:
+    """Return the buckets of a unit's parameters, each once; other gatherers have the rest."""
+    return list(dict.fromkeys(bucket_of[each] for each in parameters if each in bucket_of))
 
 
 class WeightGathering(NamedTuple):
@@ -238,8 +249,8 @@ class ShardedWeights:
         for chunk in chunks:
             units = []
             for module, parameters in chunk.units:
-                used = dict.fromkeys(bucket_of[parameter] for parameter in parameters)
-                units.append(ShardedUnit(module, list(used), module in chunk.layers))
+                used = _buckets_of(parameters, bucket_of)
+                units.append(ShardedUnit(module, used, module in chunk.layers))
                 if not (units[-1].is_layer or keeps_rest):
                     self._freed_with_gradients.update(used)
             self._register_hooks(chunk.module, units)

@@ -384,6 +384,8 @@ def _exchange(run: PlannedRun, mesh: str, count: int) -> ReplicaExchange:
     (group, copies), zero = sharing_of(run, mesh), run.zero_stage
     buckets = count / (run.config.parallel.ddp_bucket_size or USUAL_BUCKET) + 1
     gradients, weights = count * gradient_bytes(run), count * run.element_bytes
+    if mesh == MODEL.name:
+        weights -= (run.element_bytes - 1) * sum(map(run.gathered_in_8_bits, run.largest_rank.kinds))
     if zero == 0:
         reduced = replicas_of(run, mesh).reduce_seconds(gradients, buckets)
         return ReplicaExchange(reduced, reduced / buckets)

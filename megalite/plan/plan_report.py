@@ -285,7 +285,7 @@ def _tight(plan: RunPlan) -> str:
 
 def _host_bound(plan: RunPlan) -> str:
     training, share = plan.run.config.training, plan.time.work.launch / plan.time.seconds
-    without = "" if training.fp8_format is None else f", or remove --fp8-format {training.fp8_format}"
+    without = "" if training.fp8_format is None else f", or remove {training.fp8_flag}"
     return (
         f"for {share:.0%} of the time the GPU waits for the host, which launches kernels more slowly than "
         f"they run: pass a --micro-batch-size above {training.micro_batch_size}{without}"

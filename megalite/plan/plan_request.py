@@ -55,8 +55,8 @@ Accepts all flags of training (megalite train --help lists them), and these:"""
 
 USUAL_LENGTH = 8192
 """Tokens of a sample above which pretraining usually begins with shorter samples."""
-_RATES = dict.fromkeys(("tensorwise", "delayed", "blockwise", "mxfp8"), "fp8_tflops")
-"""Figure of a GPU that each planned recipe of `--fp8-recipe` needs."""
+_RATES = {8: "fp8_tflops", 4: "fp4_tflops"}
+"""Figure of a GPU that GEMMs need, by their number of bits."""
 DEFAULT_TOP = 10
 """Rows of a search's table."""
 
@@ -172,7 +172,7 @@ def read_request(arguments: Sequence[str]) -> Request:
         assumed_tokens=assumed_tokens,
         fixed_fields=frozenset(set_fields) | changed_fields(config),
         assumed=assumed,
-        notices=(*notices, *_notices_of_fp8(config, cluster)),
+        notices=(*notices, *_notices_of_fp8(config, cluster.gpu, own.gpu)),
         top=num_layouts if own.search else None,
         is_json=own.json,
         program=own.program,
@@ -202,8 +202,11 @@ def _notices_of_microbatches(config: Config) -> list[str]:
     return [kept] if config.depends_on_micro_batch else []
 
 
-def _notices_of_fp8(config: Config, cluster: Cluster) -> list[str]:
-    """Return what a plan assumes about 8-bit GEMMs.
+def _notices_of_fp8(config: Config, gpu: Gpu, name: str | None) -> list[str]:
+    """Return what a plan assumes about GEMMs in 8 or 4 bits.
+
+    Args:
+        name: of the GPU; None if it is this machine's.
 
     Raises:
         UserError: the GPU has none, or the run emulates them.
@@ -211,18 +214,21 @@ def _notices_of_fp8(config: Config, cluster: Cluster) -> list[str]:
     training = config.training
     if training.fp8_format is None:
         return []
-    flag = f"--fp8-format {training.fp8_format}"
     if training.emulate:
-        raise UserError(f"{flag} with --emulate cannot be planned: remove --emulate to plan GEMMs in 8 bits")
-    if training.fp8_recipe not in _RATES:
         raise UserError(
-            f"--fp8-recipe {training.fp8_recipe} cannot be planned: pass one of {', '.join(_RATES)}"
+            f"{training.fp8_flag} with --emulate cannot be planned: remove --emulate to plan GEMMs in "
+            f"{training.gemm_bits} bits"
         )
-    if not has_gemms(cluster.gpu, config):
-        usable = ", ".join(name for name, gpu in GPUS.items() if has_gemms(gpu, config))
+    if not has_gemms(gpu, config):
+        usable = ", ".join(name for name, other in GPUS.items() if has_gemms(other, config))
+        owner = "this machine" if name is None else f"--gpu {name}"
+        widths = ["16", *(str(bits) for bits, rate in _RATES.items() if getattr(gpu, rate) > 0)]
+        setting = f", or their rate as in --gpu-set {_RATES[training.gemm_bits]}=2000"
+        if gpu.has_mxfp4_alone:
+            widths[-1], setting = "4 (MXFP4)", ""
         raise UserError(
-            f"{flag} needs a GPU with such GEMMs: pass --gpu with one of {usable}, or their rate as in "
-            f"--gpu-set {_RATES[training.fp8_recipe]}=2000"
+            f"{training.fp8_flag} needs a GPU with such GEMMs, and {owner} has GEMMs in {', '.join(widths)} "
+            f"bits: pass --gpu with one of {usable}{setting}"
         )
     if training.fp8_recipe not in FP8_BLOCKS:
         return []
@@ -235,7 +241,10 @@ def _notices_of_fp8(config: Config, cluster: Cluster) -> list[str]:
 def has_gemms(gpu: Gpu, config: Config) -> bool:
     """Return whether a GPU has GEMMs in the run's number of bits."""
     training = config.training
-    return training.fp8_format is None or getattr(gpu, _RATES[training.fp8_recipe]) > 0
+    if training.fp8_format is None:
+        return True
+    lacks_format = training.fp8_recipe == "nvfp4" and gpu.has_mxfp4_alone
+    return getattr(gpu, _RATES[training.gemm_bits]) > 0 and not lacks_format
 
 
 def planning_flags() -> frozenset[str]:

@@ -214,7 +214,7 @@ class PlannedRun:
     def tp_comm_chunks(self) -> int:
         """Return the number of parts in which tensor-parallel collectives overlap with GEMMs."""
         if self.config.training.fp8_format is not None:
-            return 1  # a scale belongs to all tokens
+            return 1  # GEMMs of rounded operands are not split
         return self.config.parallel.tp_comm_chunks(self.tokens, "cuda")
 
     @cached_property
@@ -260,11 +260,9 @@ class PlannedRun:
         return self.num_microbatches > 1 and not self.compiles_gemms
 
     def gathered_in_8_bits(self, kind: int) -> int:
-        """Return the elements of a layer of this kind on a rank that ZeRO stage 3 gathers in 8 bits."""
-        training, num_layers = self.config.training, self.config.model.num_layers
-        if self.zero_stage != 3 or not (
-            training.fp8_param_gather and training.is_layer_in_fp8(kind, num_layers)
-        ):
+        """Return the elements of a layer of this kind on a rank that ZeRO gathers in 8 bits."""
+        is_in_fp8 = self.config.training.is_layer_in_fp8(kind, self.config.model.num_layers)
+        if not (is_in_fp8 and self.config.gathers_in_8_bits(self.num_shards)):
             return 0
         weights = self.units.layers[kind].weights
         with_experts = {

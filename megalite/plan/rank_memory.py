@@ -254,8 +254,8 @@ def _state(run: PlannedRun, units: RankUnits) -> tuple[float, float, float]:
     weights = element * run.sharded(units.sizes, from_stage=3)
     if zero == 3:
         weights += element * (units.size if run.gathers_once else _kept_edge(run, units))
-        in_8_bits = sum(map(run.gathered_in_8_bits, units.kinds)) if run.gathers_once else 0
-        weights -= (element - 1) * in_8_bits
+    if zero < 3 or run.gathers_once:
+        weights -= (element - 1) * sum(map(run.gathered_in_8_bits, units.kinds))
     return (
         weights + _fp8_copies(run, units),
         run.gradient_bytes * (run.sharded(units.sizes, from_stage=2) + full * (1 - 1 / run.num_shards)),
@@ -265,7 +265,10 @@ def _state(run: PlannedRun, units: RankUnits) -> tuple[float, float, float]:
 
 
 def _fp8_copies(run: PlannedRun, units: RankUnits) -> float:
-    """Return the bytes of the 8-bit copies of each linear layer's weight, if the run keeps them."""
+    """Return the bytes of the 8-bit copies of each linear layer's weight, if the run keeps them.
+
+    Of weights that are gathered in 8 bits, it only keeps the transposed copy.
+    """
     if not run.keeps_rounded_weights:
         return 0.0
     training, num_layers = run.config.training, run.config.model.num_layers
@@ -273,7 +276,7 @@ def _fp8_copies(run: PlannedRun, units: RankUnits) -> float:
     weights = [weight for kind in kinds for weight in run.units.layers[kind].weights]
     return training.fp8_copies * sum(
         weight.size for weight in weights if weight.is_cut and len(weight.shape) > 1
-    )
+    ) - sum(map(run.gathered_in_8_bits, units.kinds))
 
 
 def _kept_edge(run: PlannedRun, units: RankUnits) -> float:

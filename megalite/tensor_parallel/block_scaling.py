@@ -38,6 +38,7 @@ Shapes: s sequence, b microbatch, in and out features of a layer, f one of them,
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +55,8 @@ from megalite.tensor_parallel.gemm import RoundedGemm
 from megalite.tensor_parallel.parameter_spec import spec_of
 from megalite.tensor_parallel.placement import Box
 
+_SIZE = 16
+"""Elements of a block in 4 bits, and of a vector that is transformed."""
 _SMALLEST_EXPONENT = -127  # of a scale in 8 bits of exponent
 _SMALLEST_E2M1_SCALE = 2.0**-100  # so that the scale of a block of zeros is not 0
 
@@ -164,8 +167,25 @@ class BlockGemm(RoundedGemm):
         return super().weight_gradient_operands(left, right)
 
 
-_SIZE = 16
-"""Elements of a block, and of a vector that is transformed."""
+@one_operator(
+    "(Tensor x, ScalarType dtype, int seed, Tensor? uniform=None) -> Tensor",
+    lambda x, *_: x.new_empty(-(-len(x) // _SIZE) * _SIZE * x.shape[1], x.shape[2]),
+)
+def transform_and_round(x: Tensor, dtype: torch.dtype, seed: int, uniform: Tensor | None = None) -> Tensor:
+    """Transform ``[s, b, f]`` along the tokens of each sample, and round blocks of 16 tokens.
+
+    Args:
+        seed: sets the signs of `hadamard_transform`.
+        uniform: see `round_to_e2m1`.
+
+    Returns:
+        What the codes mean, in the dtype of `x`: ``[s b, f]``, with s rounded up to a multiple of 16.
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    groups = F.pad(x, (0, 0, 0, 0, 0, -len(x) % _SIZE)).unflatten(0, (-1, _SIZE)).movedim(1, -1)
+    transformed = groups.to(wide) @ hadamard_transform(seed).to(x.device, wide).t()  # [g, b, f, 16]
+    rounded = round_in_blocks(transformed, dtype, 1, _SIZE, uniform).to(x.dtype)
+    return rounded.movedim(-1, 1).flatten(0, 2)
 
 
 class Nvfp4Gemm(BlockGemm):
@@ -184,7 +204,6 @@ class Nvfp4Gemm(BlockGemm):
         self.samples = settings.samples
         self.seed = seed
         self.positions = positions
-        self.transform = hadamard_transform(seed)
         self.name: str | None = None
         self.features = torch.empty(0, dtype=torch.int64)
 
@@ -207,18 +226,11 @@ class Nvfp4Gemm(BlockGemm):
         if not self.rounds_weight_gradients:
             return super().weight_gradient_operands(grad, x)
         if grad.is_meta:
-            return self._transformed(grad, None), self._transformed(x, None)
+            return transform_and_round(grad, E2M1, self.seed), transform_and_round(x, E2M1, self.seed)
         groups = self._positions(grad)[::_SIZE, None, None] // _SIZE
         uniform = self._uniform("gradient.transposed", groups * 2**32 + self.features.to(grad.device))
-        return self._transformed(grad, uniform), self._transformed(x, None)
-
-    def _transformed(self, x: Tensor, uniform: Tensor | None) -> Tensor:
-        """Transform and round ``[s, b, f]`` along the tokens, and return ``[s b, f]``."""
-        wide = torch.promote_types(x.dtype, torch.float32)
-        groups = F.pad(x, (0, 0, 0, 0, 0, -len(x) % _SIZE)).unflatten(0, (-1, _SIZE)).movedim(1, -1)
-        transformed = groups.to(wide) @ self.transform.to(x.device, wide).t()  # [g, b, f, 16]
-        rounded = round_in_blocks(transformed, E2M1, 1, _SIZE, uniform).to(x.dtype)
-        return rounded.movedim(-1, 1).flatten(0, 2)
+        left = transform_and_round(grad, E2M1, self.seed, uniform)
+        return left, transform_and_round(x, E2M1, self.seed)
 
     def _positions(self, x: Tensor) -> Tensor:
         """Return the positions of the tokens of ``[s, b, f]``, int64 ``[s]``."""
@@ -254,6 +266,7 @@ def name_gemms(module: nn.Module, topology: Topology) -> None:
             gemm.name, gemm.features = name, Box(starts[:-1], shape[:-1]).of(numbers).flatten()
 
 
+@lru_cache(maxsize=8)
 def hadamard_transform(seed: int) -> Tensor:
     """Return Sylvester's Hadamard matrix over 4 with columns of random signs, orthogonal, fp64 ``[16, 16]``.
 

@@ -161,13 +161,14 @@ class Fp8Weights:
         """Return what is known of a weight; of a new one, nothing."""
         if torch.compiler.is_compiling():
             return Fp8Weight(weight)
-        if found := self._gathered.get(_place(weight)):
-            largest, numbers = found
-            copy = Fp8(numbers.view(weight.shape), scale_of(largest, E4M3))
-            return Fp8Weight(weight, largest, {False: copy}, is_gathered=True)
-        if self._known is None:
-            return Fp8Weight(weight)
-        return self._known.setdefault(_place(weight), Fp8Weight(weight))
+        place, known = _place(weight), {} if self._known is None else self._known
+        if place not in known:
+            known[place] = Fp8Weight(weight)
+            if gathered := self._gathered.get(place):
+                largest, numbers = gathered
+                copy = Fp8(numbers.view(weight.shape), scale_of(largest, E4M3))
+                known[place] = Fp8Weight(weight, largest, {False: copy}, is_gathered=True)
+        return known[place]
 
     def keep(self, weight: Tensor, is_transposed: bool, compute: Callable[[], T]) -> T:
         """Return a copy of a weight in 8 bits, computed now unless it was kept."""
@@ -183,7 +184,7 @@ def _place(weight: Tensor) -> tuple[int, int]:
 
 
 def gather_in_8_bits(weight: nn.Parameter, weights: Fp8Weights) -> None:
-    """Let ZeRO stage 3 gather a weight in 8 bits, for `weights`."""
+    """Let ZeRO gather a weight in 8 bits, for `weights`."""
     weight.fp8_weights = weights  # type: ignore[attr-defined]
 
 
@@ -303,7 +304,7 @@ def check_device(device: torch.device, training: TrainingConfig) -> None:
     """
     if training.fp8_format is None or training.emulate:
         return
-    flag = f"--fp{4 if training.fp8_format == 'e2m1' else 8}-format {training.fp8_format}"
+    flag = training.fp8_flag
     if training.fp8_recipe in FP8_BLOCKS:
         raise UserError(
             f"{flag} with --fp8-recipe {training.fp8_recipe}: megalite has no GPU kernels for it yet; "

@@ -132,8 +132,7 @@ class ChunkedCollectives(SeparateCollectives):
     of tp GEMMs that reads or writes these rows where they are.
 
     Args:
-        gemm: GEMMs in the dtype of the tensors. Factors in 8 bits are not split, since their scale may be one
-            of all tokens.
+        gemm: GEMMs in the dtype of the tensors. Those of rounded operands are not split.
         num_chunks: number of parts; fewer if there are fewer positions.
     """
 
@@ -302,13 +301,13 @@ def choose_overlap(
     Args:
         num_tokens: tokens of a microbatch.
         dtype: dtype of the activations.
-        is_fp8: whether the layers' GEMMs have 8 bits.
+        is_fp8: whether the layers' GEMMs have 8 or 4 bits.
     """
     num_chunks = parallel.tp_comm_chunks(num_tokens, topology.device.type)
     if topology.tp.size == 1:
         return Overlap(reason="--tp 1")
     if is_fp8:
-        return Overlap(reason="an FP8 operand is scaled by its largest magnitude over all tokens")
+        return Overlap(reason="GEMMs in 8 or 4 bits are not split into parts")
     if num_chunks == 1:
         return Overlap(reason=parallel.why_tp_comm_is_not_split(num_tokens, topology.device.type))
     if parallel.tp_comm_overlap_method == "chunks":

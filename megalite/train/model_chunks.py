@@ -144,7 +144,8 @@ def build_chunks(
             check_compiler(topology.device)
             for chunk in chunks:
                 compile_layers(chunk)
-    if training.fp8_param_gather and resources.fp8_weights is not None:
+    gathers_in_8_bits = config.gathers_in_8_bits(topology.replicas.shard.size)
+    if gathers_in_8_bits and resources.fp8_weights is not None:
         kinds = ColumnParallelLinear, RowParallelLinear
         for module in (module for chunk in chunks for module in chunk.modules()):
             if isinstance(module, kinds) and isinstance(module.context.gemm, TensorwiseGemm):

@@ -100,6 +100,7 @@ CASES = {
     "fp64": case(params_dtype="fp64"),
     "fp8": case(fp8_format="hybrid", **NO_DROPOUT),
     "fp8 gathered in 8 bits": case("tp2dp2+sp+zero3", fp8_format="hybrid", fp8_param_gather=True),
+    "fp8 updates gathered in 8 bits": case("tp2dp2+sp+zero1", fp8_format="hybrid", fp8_param_gather=True),
     "rounded moments": case("dp2+zero1", exp_avg_dtype="fp8", exp_avg_sq_dtype="bf16"),
     "fp8 delayed": case("tp2", fp8_format="hybrid", fp8_recipe="delayed"),
     "fp8 tp2": case("tp2", fp8_format="e4m3"),

@@ -111,9 +111,13 @@ def _on_one_rank(corpus: str) -> RunRecord:
     "name",
     [
         "tp2dp2+sp+zero3",
+        "tp2dp2+sp+zero1",
         *(
             pytest.param(name, marks=pytest.mark.slow)
-            for name in ("pp2zbdp2+zero3", "dp2+zero3+kept", "dp2+zero3+offload", "dp2+zero3+full")
+            for name in (
+                *("pp2zbdp2+zero3", "dp2+zero3+kept", "dp2+zero3+offload", "dp2+zero3+full"),
+                *("pp2zbdp2+zero2", "dp2+zero1+gather", "dp2+zero2+full"),
+            )
         ),
     ],
 )

@@ -68,16 +68,16 @@ def fp8(config: Config, world_size: int | None) -> Iterator[Problem]:
     if model.params_dtype not in dtypes:
         yield Problem(
             ("fp8_format", "params_dtype"),
-            f"--fp8-format {training.fp8_format} with --params-dtype {model.params_dtype}: everything but "
-            f"the 8-bit GEMMs is in bf16; pass --bf16{'' if training.emulate else ', or --emulate'}",
+            f"{training.fp8_flag} with --params-dtype {model.params_dtype}: everything but these GEMMs is in "
+            f"bf16; pass --bf16{'' if training.emulate else ', or --emulate'}",
         )
     if not any(training.is_layer_in_fp8(number, model.num_layers) for number in range(model.num_layers)):
         yield Problem(
             ("first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
-            f"--first-last-layers-bf16 leaves none of --num-layers {model.num_layers} in 8 bits: pass smaller"
-            " --num-layers-at-start-in-bf16 and --num-layers-at-end-in-bf16",
+            f"--first-last-layers-bf16 leaves none of --num-layers {model.num_layers} in {training.gemm_bits}"
+            " bits: pass smaller --num-layers-at-start-in-bf16 and --num-layers-at-end-in-bf16",
         )
-    unit, setting, sizes = 16, f"--fp8-format {training.fp8_format}", list(_gemm_sizes(config))
+    unit, setting, sizes = 16, training.fp8_flag, list(_gemm_sizes(config))
     blocks = FP8_BLOCKS.get(training.fp8_recipe)
     if blocks is not None:
         unit, setting = (

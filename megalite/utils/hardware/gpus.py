@@ -56,6 +56,7 @@ class Gpu:
             A large GEMM reaches the same share of them as of `tflops`: the fastest in 8 bits has 71% of the
             peak of an H100, 76% of a B200's, 75% of a B300's and 72% of a GB200's (stas00/ml-engineering,
             compute/accelerator/README.md).
+        has_mxfp4_alone: whether its GEMMs in 4 bits have MXFP4's scales, of 32 elements, and not NVFP4's.
     """
 
     tflops: float
@@ -75,6 +76,7 @@ class Gpu:
     residual_gb: float = 2.2
     fp8_tflops: float = 0.0
     fp4_tflops: float = 0.0
+    has_mxfp4_alone: bool = False
 
     @property
     def memory_bytes(self) -> float:
@@ -182,7 +184,7 @@ GPUS: Mapping[str, Gpu] = {
     # MI355X data sheet: 256 compute units, 288 GB, and 7 links of 76.5 GB/s, one way. AMD rounds the rates to
     # 2.5, 5 and 10.1 PFLOPS; these follow from 2.4 GHz and 1024 matrix cores (stas00/ml-engineering,
     # compute/accelerator/README.md). The fastest GEMM has 1565 TFLOP/s (the same source), of which a run gets
-    # 0.9. The other shares are an MI300X's.
+    # 0.9. Its instructions for 4 bits take scales in E8M0. The other shares are an MI300X's.
     "mi355x": replace(
         _MI300X,
         tflops=2516.6,
@@ -193,6 +195,7 @@ GPUS: Mapping[str, Gpu] = {
         product_share=0.56,
         fp8_tflops=5033.2,
         fp4_tflops=10066.3,
+        has_mxfp4_alone=True,
     ),
 }
 """GPUs by the name that ``--gpu`` accepts."""

@@ -30,6 +30,7 @@ TP2_DP2: Layout = {"tensor_model_parallel_size": 2, "data_parallel_size": 2}
 PP2_DP2: Layout = {"pipeline_model_parallel_size": 2, "data_parallel_size": 2}
 DP4_SHARD2: Layout = {"data_parallel_size": 4, "data_parallel_shard_degree": 2}
 GATHERED: Layout = {"overlap_param_gather": True}
+GATHERED_IN_8_BITS = {"fp8_format": "hybrid", "emulate": True, "fp8_param_gather": True}
 LAYOUTS: dict[str, Layout] = {
     "one rank": {},
     "tp2 sequence parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
@@ -71,6 +72,7 @@ CHAINS = [
     ("bloom-tiny, 2 layers", "fp64", "pp2, tp4, tp2 sequence parallel"),
     ("gpt-tiny, 2 layers, ema", "bf16", "tp2 sequence parallel, tp2 sequence parallel, tp2 dp2 zero3, pp2"),
     ("llama-tiny, 2 layers", "fp16", "pp2, tp2 dp2 zero1, tp2 sequence parallel"),
+    ("llama-tiny, 2 layers, ema, fp8", "bf16", "dp2 zero1, tp2 dp2 zero3, dp4 zero2 shard2, pp2, dp2 zero1"),
     (
         *("gpt-tiny, 2 layers", "bf16"),
         "dp2 zero1, one rank, dp2 zero2, dp4 zero2 shard2, dp4 zero2 shard2, dp4 zero3 shard2, "
@@ -119,7 +121,9 @@ def config_of(preset: str, layout: Layout, dtype: str, load: Path, save: Path, b
         optimizer=optimizer,
         data=DataConfig(mock_data=True),
         training=TrainingConfig(
-            micro_batch_size=micro_batch_size, global_batch_size=batch_size, train_iters=8, eval_iters=0
+            **(GATHERED_IN_8_BITS if "fp8" in options else {}),
+            **{"micro_batch_size": micro_batch_size, "global_batch_size": batch_size},
+            **{"train_iters": 8, "eval_iters": 0},
         ),
         checkpoint=CheckpointConfig(save=str(save), load=str(load)),
     )

@@ -179,6 +179,38 @@ def test_matrices_in_8_bits_are_half_the_bytes() -> None:
         assert left == 0
 
 
+def traffic_of_updates(topology: Topology, config: Config) -> tuple[Counter, int, int, int]:
+    """All-gathers of a step, sizes of the matrices of all layers and of the rest, bytes after the step."""
+    with trainer_of(topology, config) as trainer:
+        trainer.step()
+        with Traffic(topology) as counted:
+            trainer.step()
+        chunk, dp = trainer.chunks[0], topology.dp.size
+        of_layers = [pair for layer in chunk.layers.values() for pair in layer.named_parameters()]
+        matrices = [each for name, each in of_layers if name.endswith("weight") and "norm" not in name]
+        rest = [each for each in chunk.parameters() if all(each is not matrix for matrix in matrices)]
+        left = sum(each.untyped_storage().nbytes() for each in matrices)
+        buckets = [buffer.bucket for buffer in trainer.optimizer.buffers]
+        left += sum(each.numbers.untyped_storage().nbytes() for each in buckets if each.numbers is not None)
+        calls = {call: count for call, count in by_bytes(counted.calls).items() if call[1] == "all-gather"}
+    return Counter(calls), padded(matrices, dp), padded(rest, dp), left
+
+
+@pytest.mark.parametrize("zero_stage", [1, 2])
+def test_updated_matrices_travel_once_in_8_bits(zero_stage: int) -> None:
+    config = config_of(2, replace(MODEL, params_dtype="bf16"))
+    in_8_bits = {"fp8_format": "hybrid", "emulate": True, "fp8_param_gather": True}
+    config = replace(
+        config,
+        training=replace(config.training, **in_8_bits),
+        parallel=replace(config.parallel, zero_stage=zero_stage, ddp_bucket_size=10**9),
+    )
+    for calls, matrices, rest, left in run_ranks(traffic_of_updates, config.mesh, 2, config):
+        assert calls.pop(("dp", "all-gather", matrices)) == 1
+        assert sum(size * count for (_, _, size), count in calls.items()) == pytest.approx(2 * rest, rel=0.05)
+        assert left == 0
+
+
 @pytest.mark.parametrize(("messages", "gradient"), [(None, 4), ("bf16", 2)])
 def test_groups_all_reduce_their_shards_once_an_iteration(messages, gradient) -> None:
     config = config_of(4, grad_communication_dtype=messages, data_parallel_shard_degree=2)

@@ -339,6 +339,21 @@ def test_megalite_hides_the_gathering_of_weights_unless_it_is_told() -> None:
     assert exchange_seconds(run, 1.0).dp == hidden < exposed
 
 
+def test_weights_gathered_in_8_bits_take_half_the_time() -> None:
+    run = run_of(zero_stage=1, overlap_param_gather=False)
+    narrow = replace(run.config.training, fp8_format="hybrid")
+    seconds = {
+        gathers: exchange_seconds(
+            replace(run, config=replace(run.config, training=replace(narrow, fp8_param_gather=gathers))), 1.0
+        ).dp
+        for gathers in (False, True)
+    }
+    in_8_bits = MODEL.num_layers * 12 * MODEL.hidden_size**2
+    assert seconds[False] - seconds[True] == pytest.approx(
+        sharing_of(run, "model")[0].gather_seconds(in_8_bits), rel=0.05
+    )
+
+
 def test_recomputation_hides_the_gathering_of_weights() -> None:
     run = run_of(replace(CLUSTER, network_gbps=2.0), zero_stage=3)
     config = replace(run.config, recompute=RecomputeConfig(recompute_granularity="full"))

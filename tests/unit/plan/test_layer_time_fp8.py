@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from megalite.observe.unit_record import GemmCall
-from megalite.plan import plan_request
 from megalite.plan.estimate import RunPlan
 from megalite.plan.iteration_time import time_iteration
 from megalite.plan.kernel_time import gemm_seconds
@@ -16,6 +15,7 @@ from megalite.plan.plan_report import answer
 from megalite.plan.plan_request import read_request
 from megalite.plan.planned_run import PlannedRun
 from megalite.utils.errors import UserError
+from megalite.utils.hardware.gpus import find_gpu
 
 LLAMA = (
     "--gpu h100 --world-size 1 --preset llama3-8b --num-layers 6 --seq-length 8192 --micro-batch-size 1 "
@@ -25,10 +25,13 @@ GPT = (
     "--gpu h100 --world-size 1 --preset gpt-1.3b --hidden-dropout 0 --attention-dropout 0 "
     "--micro-batch-size 8 --global-batch-size 8 --bf16"
 )
-SMALL = (
+WIDE = (
     "--gpu h100 --world-size 8 --num-layers 4 --hidden-size 1024 --num-attention-heads 8 --seq-length 1024 "
-    "--padded-vocab-size 1024 --bf16 --fp8 --attention-dropout 0"
+    "--padded-vocab-size 1024 --bf16 --attention-dropout 0"
 )
+SMALL = f"{WIDE} --fp8"
+
+NVFP4 = "--gpu b200 --fp4-format e2m1 --fp4-recipe nvfp4"
 
 
 def run_of(flags: str) -> PlannedRun:
@@ -61,10 +64,18 @@ def test_the_parts_of_a_step_are_close_to_their_kernels() -> None:
     assert sum(1 + cast.measures for phase in layer.phases() for cast in phase.casts) == 240 / 6
 
 
-@pytest.mark.parametrize(("gpu", "ratio"), [("h100", 2.0), ("l40s", 733 / 362.05), ("mi355x", 2.0)])
-def test_8_bits_have_the_rate_of_the_data_sheet(gpu: str, ratio: float) -> None:
-    found = read_request(f"{SMALL} --gpu {gpu} --global-batch-size 8".split()).cluster.gpu
-    wide, narrow = (gemm_seconds(found, *[16384] * 3, element_bytes=size) for size in (2, 1))
+@pytest.mark.parametrize(
+    ("gpu", "size", "ratio"),
+    [
+        ("h100", 1, 2.0),
+        ("l40s", 1, 733 / 362.05),
+        ("mi355x", 1, 2.0),
+        ("b200", 0.5, 4.0),
+        ("gb300", 0.5, 6.0),
+    ],
+)
+def test_few_bits_have_the_rate_of_the_data_sheet(gpu: str, size: float, ratio: float) -> None:
+    wide, narrow = (gemm_seconds(find_gpu(gpu), *[65536] * 3, element_bytes=each) for each in (2, size))
     assert wide / narrow == pytest.approx(ratio, rel=0.04)
 
 
@@ -82,28 +93,43 @@ def test_weights_are_rounded_once_per_iteration() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "in_8_bits", "num_casts"),
+    ("flags", "num_narrow", "num_casts"),
     [
-        ("", 2, 7),
-        ("--fp8-recipe delayed", 2, 4),
-        ("--fp8-recipe blockwise", 3, 6),
-        ("--fp8-recipe mxfp8", 3, 6),
-        ("--fp8-recipe mxfp8 --no-fp8-wgrad", 2, 4),
+        ("--fp8", 2, 7),
+        ("--fp8 --fp8-recipe delayed", 2, 4),
+        ("--fp8 --fp8-recipe blockwise", 3, 6),
+        ("--fp8 --fp8-recipe mxfp8", 3, 6),
+        ("--fp8 --fp8-recipe mxfp8 --no-fp8-wgrad", 2, 4),
+        (NVFP4, 3, 6),
+        (f"{NVFP4} --no-fp8-wgrad", 2, 4),
     ],
 )
-def test_a_recipe_rounds_the_operands_of_its_gemms(flags: str, in_8_bits: int, num_casts: int) -> None:
-    (layer,) = run_of(f"{SMALL} --tp 8 --micro-batch-size 8 {flags}").units.layers.values()
+def test_a_recipe_rounds_the_operands_of_its_gemms(flags: str, num_narrow: int, num_casts: int) -> None:
+    (layer,) = run_of(f"{WIDE} --tp 8 --micro-batch-size 8 {flags}").units.layers.values()
     gemms: list[GemmCall] = [gemm for phase in layer.phases() for gemm in phase.gemms]
-    assert sum(gemm.element_bytes == 1 for gemm in gemms) == 4 * in_8_bits
+    narrow = 0.5 if NVFP4 in flags else 1
+    assert sum(gemm.element_bytes == narrow for gemm in gemms) == 4 * num_narrow
     assert len(gemms) == 4 * 3
     assert sum(len(phase.casts) for phase in layer.phases()) == 4 * num_casts
     weight_gradients = [gemm for gemm in gemms if gemm.adds]
-    assert all(gemm.element_bytes == (1 if in_8_bits == 3 else 2) for gemm in weight_gradients)
+    assert all(gemm.element_bytes == (narrow if num_narrow == 3 else 2) for gemm in weight_gradients)
+
+
+def test_an_operand_in_4_bits_is_read_in_16_and_written_once_also_if_it_is_transformed() -> None:
+    """The Hadamard transform is part of the kernel that rounds, and has no bytes or launches of its own."""
+    flags = f"{WIDE} --tp 8 --micro-batch-size 8"
+    in_4_bits, plain = (
+        next(iter(run_of(f"{flags} {more}").units.layers.values())).backward for more in (NVFP4, "")
+    )
+    sizes = [2 * gemm.m * gemm.k + 2 * gemm.k * gemm.n for gemm in plain.gemms]
+    casts = sum(cast.num_bytes for cast in in_4_bits.casts)
+    assert casts == pytest.approx(sum(sizes) * 2.5 / 2)
+    assert (in_4_bits.kernel_bytes, in_4_bits.num_kernels) == (plain.kernel_bytes, plain.num_kernels)
 
 
 def test_first_and_last_layers_are_planned_in_16_bits() -> None:
     run = run_of(f"{SMALL} --tp 8 --first-last-layers-bf16 --num-layers-at-end-in-bf16 2")
-    plain = run_of(f"{SMALL} --tp 8".replace("--fp8", ""))
+    plain = run_of(f"{WIDE} --tp 8")
     assert run.units.kinds == (0, 1, 0, 0)
     assert run.units.layers[0] == plain.units.layers[0]
     assert unit_work(run, run.units.layers[1]) != unit_work(run, run.units.layers[0])
@@ -129,17 +155,24 @@ def test_a_plan_warns_of_a_host_that_launches_too_slowly() -> None:
 
 
 def test_what_has_no_gemms_in_8_bits_is_refused() -> None:
-    with pytest.raises(UserError, match=r"--fp8-format hybrid needs a GPU .* h100-80, .*fp8_tflops=2000"):
+    missing = r"--fp8-format hybrid .* --gpu a100 has GEMMs in 16 bits: .* h100-80, .*fp8_tflops=2000"
+    with pytest.raises(UserError, match=missing):
         read_request(SMALL.replace("h100", "a100").split())
     with pytest.raises(UserError, match="remove --emulate"):
         read_request(f"{SMALL} --emulate".split())
     assert read_request(f"{SMALL} --gpu a100 --gpu-set fp8_tflops=600".split()).cluster.gpu.fp8_tflops == 600
 
 
-def test_a_recipe_without_a_row_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(plan_request._RATES, "mxfp8")
-    with pytest.raises(UserError, match="--fp8-recipe mxfp8 cannot be planned: pass one of tensorwise"):
-        read_request(f"{SMALL} --fp8-recipe mxfp8".split())
+@pytest.mark.parametrize(
+    ("gpu", "problem"),
+    [
+        ("h200", "h200 has GEMMs in 16, 8 bits: pass --gpu with one of b200, b300, gb200, gb300, or"),
+        ("mi355x", r"mi355x has GEMMs in 16, 8, 4 \(MXFP4\) bits: pass --gpu with one of b200, .*, gb300$"),
+    ],
+)
+def test_a_gpu_without_nvfp4_is_refused_by_what_it_has(gpu: str, problem: str) -> None:
+    with pytest.raises(UserError, match=f"--fp4-format e2m1 needs .* and --gpu {problem}"):
+        read_request(f"{WIDE} {NVFP4} --gpu {gpu}".split())
 
 
 def test_a_search_keeps_a_micro_batch_size_that_scales_depend_on() -> None:

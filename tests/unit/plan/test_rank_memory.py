@@ -220,6 +220,33 @@ def test_copies_in_8_bits_are_those_of_a_dry_run(layout: str, num_microbatches: 
     assert peaks[0] - peaks[1] == pytest.approx(copies, abs=20 * square)
 
 
+@pytest.mark.parametrize(("layout", "num_microbatches", "saved"), [("dp2+zero1", 2, 2), ("dp2+zero2", 1, 1)])
+def test_weights_gathered_in_8_bits_are_those_of_a_dry_run(
+    layout: str, num_microbatches: int, saved: int
+) -> None:
+    """A weight has 1 byte, and its transposed copy another, instead of 2 bytes and two copies of 1."""
+    peaks, planned, parsed = [], [], Layout.parse(layout)
+    for gathers in (False, True):
+        training = TrainingConfig(
+            train_iters=1, micro_batch_size=1, fp8_format="hybrid", fp8_param_gather=gathers
+        )
+        config = Config(
+            model=replace(GPT, params_dtype="bf16", num_layers=8),
+            optimizer=OptimizerConfig(lr=1e-3),
+            data=DataConfig(mock_data=True),
+            training=training,
+        )
+        config = parsed.apply(config, num_microbatches * parsed.size("dp"))
+        found = dry_run_of(config, parsed.world_size, 0)
+        peaks.append(found.counts.buffers.total + found.counts.peak_bytes)
+        run = run_of(config.model, 1, 1)
+        cluster = replace(run.cluster, world_size=parsed.world_size)
+        planned.append(rank_memories(replace(run, config=config, cluster=cluster))[0].weights)
+    square = GPT.hidden_size**2
+    assert planned[0] - planned[1] == saved * 8 * 12 * square
+    assert peaks[0] - peaks[1] == pytest.approx(planned[0] - planned[1], abs=20 * square)
+
+
 @pytest.mark.parametrize("layout", ["tp1", "tp2pp2+sp", "pp2zb", "pp2+full", "tp1+selective", "cp2"])
 def test_modules_of_later_tokens_save_what_a_dry_run_counts(layout: str) -> None:
     """Compare the last stage with and without them: activations, and for one microbatch logits."""
