@@ -228,7 +228,7 @@ class RunFolder(Protocol):
         ...
 
     def send(self, partial: Path, name: str, files: Sequence[str]) -> None:
-        """Send a rank's tensor files to the checkpoint of this name."""
+        """Send tensor files to the checkpoint of this name, once the files of all ranks are whole."""
         ...
 
     def publish(self, partial: Path, name: str, check: Callable[[], None]) -> None:
@@ -238,10 +238,6 @@ class RunFolder(Protocol):
             partial: folder of its text files.
             check: raises an error if another run has taken over.
         """
-        ...
-
-    def discard(self, partial: Path, name: str) -> None:
-        """Delete the files of a save that failed, on rank 0; not of one that became complete."""
         ...
 
     def prune(self, newest: int, retention: Retention, cleans_up: bool) -> list[str]:
@@ -301,9 +297,6 @@ class LocalRun:
         put_in_place(partial, self.folder / name)
         sync_folder(self.folder)
         replace_text(self.folder / LATEST, name + "\n", check)
-
-    def discard(self, partial: Path, name: str) -> None:
-        shutil.rmtree(partial, ignore_errors=True)
 
     def prune(self, newest: int, retention: Retention, cleans_up: bool) -> list[str]:
         found = iterations_in(self.folder)

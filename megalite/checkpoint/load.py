@@ -470,16 +470,18 @@ def load_checkpoint(
     Raises:
         UserError: the checkpoint belongs to another model or run, or none can be read.
     """
+    plans: dict[str, LoadPlan] = {}
 
     def needs(manifest: Manifest) -> dict[str, list[TensorBytes]]:
-        sources = plan_load(manifest, tensors, config, topology, data).sources
+        plans[manifest.title] = plan_load(manifest, tensors, config, topology, data)
+        sources = plans[manifest.title].sources
         return bytes_of(manifest, targets_of({name: tensors[name] for name in sources}, topology, sources))
 
     manifest = choose_checkpoint(folder, topology, config.checkpoint.load_iteration, needs)
     if manifest is None:
         return None
     with topology.agreed(), manifest.download or nullcontext(), damage_named(manifest):
-        plan = plan_load(manifest, tensors, config, topology, data)
+        plan = plans.get(manifest.title) or plan_load(manifest, tensors, config, topology, data)
         read_tensors(manifest, {name: tensors[name] for name in plan.sources}, topology, plan.sources)
         return plan
 

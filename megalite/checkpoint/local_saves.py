@@ -373,7 +373,7 @@ class LocalSave:
         copies, own_rank = self.saves.copies, self.saves.topology.rank
         finals = [self._final_of(rank) for rank in (own_rank, *(copies.sources if copies else ()))]
         partials = [partial_name(final) for final in finals]
-        is_renamed = False
+        is_renamed, advice = False, f"cannot be written ({{}}): free space or change {FLAG}"
         try:
             save = agreement.from_first("begin", self._begin)
             addresses = agreement.from_all(
@@ -383,6 +383,7 @@ class LocalSave:
             ).split("\n")
             if copies is not None:
                 begin = time.monotonic()
+                advice = f"cannot be copied ({{}}): nodes must reach each other, and have space in {FLAG}"
                 agreement.from_all("copies", lambda: copies.exchange(addresses, partials[0], partials[1:]))
                 log.info(
                     "the part of rank %d, %.3f GB, is copied to rank %s in %.1f s",
@@ -396,9 +397,7 @@ class LocalSave:
         except SaveError as error:
             for folder in (*partials, *(finals if is_renamed else ())):
                 shutil.rmtree(folder, ignore_errors=True)
-            raise SaveError(
-                f"checkpoint {self.final} cannot be written ({error}): free space or change {FLAG}"
-            ) from None
+            raise SaveError(f"checkpoint {self.final} {advice.format(error)}") from None
         finally:
             if copies is not None:
                 copies.close_inbox()

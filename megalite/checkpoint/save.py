@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from megalite.checkpoint.compatibility import compatibility_record
 from megalite.checkpoint.folder import Retention, RunFolder, name_of
-from megalite.checkpoint.lease import FolderLease, LeaseLost
+from megalite.checkpoint.lease import FolderLease
 from megalite.checkpoint.manifest import WRITTEN, FileRecord, TensorRecord, seal
 from megalite.checkpoint.parameter_range import ParameterRange, Tensors
 from megalite.checkpoint.progress import STATES, TrainingProgress
@@ -161,8 +160,8 @@ class Save:
         retention: which older checkpoints to keep.
         lease: lease on the folder; None if no other run can write there.
         cleans_up: whether to delete what killed runs have uploaded.
-        is_written: set once the tensors are in files, so that training may change them; what follows is the
-            upload.
+        is_written: set once the tensors are in files, so that training may change them.
+        is_staged: set once the files of all ranks are whole; what follows is the upload.
     """
 
     folder: RunFolder
@@ -172,6 +171,10 @@ class Save:
     lease: FolderLease | None = None
     cleans_up: bool = False
     is_written: threading.Event = field(default_factory=threading.Event)
+    is_staged: threading.Event = field(default_factory=threading.Event)
+    _completing: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    _is_complete: threading.Event = field(default_factory=threading.Event, repr=False)
+    _is_left: threading.Event = field(default_factory=threading.Event, repr=False)
 
     @property
     def name(self) -> str:
@@ -189,27 +192,36 @@ class Save:
             pieces: pieces that this rank writes, in host memory.
 
         Raises:
-            SaveError: a rank failed. Every rank raises it, and no partial checkpoint remains.
+            SaveError: a rank failed. Every rank raises it, and no partial checkpoint remains, except for
+                files that could not be uploaded: see `staged_saves`.
         """
         start_time = time.time()
         partial: Path | None = None
+        is_kept = False
         try:
             partial = self.folder.partial(agreement.from_first("begin", self._begin))
             agreement.from_all(
                 "files",
                 lambda: self._write(partial, pieces),
-                lambda records: self._commit(partial, records, start_time),
+                lambda records: self._seal(partial, records, start_time),
             )
+            is_kept = self.folder.uploads
+            self.is_staged.set()
+            if self.folder.uploads:
+                agreement.from_all("upload", lambda: self._send(partial))
+            agreement.from_first("publish", lambda: self._publish(partial))
+            is_kept = False
         except SaveError as error:
-            if agreement.is_first and partial is not None:
-                with suppress(OSError, LeaseLost):
-                    self._check_lease()
-                    self.folder.discard(partial, self.name)
+            if is_kept:
+                raise SaveError(
+                    f"checkpoint {self.final} cannot be uploaded ({error}): its files stay in --save-stage, "
+                    "and the next start of the run uploads them"
+                ) from None
             raise SaveError(
                 f"checkpoint {self.final} cannot be written ({error}): {self.folder.advice}"
             ) from None
         finally:
-            if partial is not None and (agreement.is_first or self.folder.uploads):
+            if partial is not None and not is_kept and (agreement.is_first or self.folder.uploads):
                 shutil.rmtree(partial, ignore_errors=True)  # by now renamed or uploaded, or useless
 
     def _begin(self) -> str:
@@ -231,7 +243,7 @@ class Save:
             shares = _divide(pieces, 2, sys.maxsize)
             files = [{name: pieces[name] for name, *_ in share} for share in shares if share]
         self.folder.join(partial)
-        stem = self.folder.file_stem(self.file_name.removesuffix(".safetensors"), partial)
+        stem = self._stem(partial)
         names = [f"{stem}_{number}.safetensors" for number in range(len(files))]
         if len(files) == 1:
             names = [f"{stem}.safetensors"]
@@ -247,7 +259,6 @@ class Save:
                 )
             )
         self.is_written.set()
-        self.folder.send(partial, self.name, names)
         return json.dumps(
             [
                 [
@@ -260,7 +271,7 @@ class Save:
             ]
         )
 
-    def _commit(self, partial: Path, records: Sequence[str], start_time: float) -> None:
+    def _seal(self, partial: Path, records: Sequence[str], start_time: float) -> None:
         files = [
             FileRecord(
                 name, sha256, {each: TensorRecord.from_record(part) for each, part in parts.items()}, blocks
@@ -272,10 +283,30 @@ class Save:
         # Both times in seconds since 1970: the dates of files change when a folder is copied.
         written = {"start_time": start_time, "end_time": time.time()}
         seal(partial, {**contents.description, WRITTEN: written}, contents.config_text, files)
-        self.folder.publish(partial, self.name, self._check_lease)
+
+    def _stem(self, partial: Path) -> str:
+        """Return how the names of this rank's files begin."""
+        return self.folder.file_stem(self.file_name.removesuffix(".safetensors"), partial)
+
+    def _send(self, partial: Path) -> None:
+        files = sorted(file.name for file in partial.glob(f"{self._stem(partial)}[._]*"))
+        self.folder.send(partial, self.name, files)
+
+    def leave(self) -> bool:
+        """Keep rank 0 from completing the checkpoint from now on; return False if it is complete already."""
+        with self._completing:
+            self._is_left.set()
+            return not self._is_complete.is_set()
+
+    def _publish(self, partial: Path) -> None:
+        with self._completing:
+            if self._is_left.is_set():
+                raise SaveError("the run has ended")
+            self.folder.publish(partial, self.name, self._check_lease)
+            self._is_complete.set()
         self._check_lease()
         try:
-            deleted = self.folder.prune(contents.iteration, self.retention, self.cleans_up)
+            deleted = self.folder.prune(self.contents.iteration, self.retention, self.cleans_up)
             for name in deleted:
                 log.info("deleted checkpoint %s/%s", self.folder, name)
         except OSError as error:

@@ -5,26 +5,26 @@ In the background, tensors are first copied to host memory (`HostCopy`).
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import secrets
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from megalite.checkpoint.folder import LocalRun, Retention, RunFolder
+from megalite.checkpoint.host_copy import HostCopy
 from megalite.checkpoint.lease import FolderLease, LeaseLost
 from megalite.checkpoint.local_saves import LocalSave, LocalSaves
 from megalite.checkpoint.parameter_range import Tensors
 from megalite.checkpoint.save import Contents, Save, plan_save
 from megalite.checkpoint.save_agreement import SaveAgreement, SaveError
+from megalite.checkpoint.staged_saves import upload_staged
 from megalite.checkpoint.stored_run import StoredRun
 from megalite.checkpoint.tensor_files import FilePiece
 from megalite.config import CheckpointConfig
@@ -33,7 +33,6 @@ from megalite.distributed.collectives import all_reduce
 from megalite.distributed.topology import Topology
 from megalite.tensor_parallel.parameter_spec import ParameterShard
 from megalite.utils.errors import UserError, few, first_line
-from megalite.utils.hardware.host_memory import allocate_bytes, pin
 from megalite.utils.log import log
 
 
@@ -96,6 +95,7 @@ class _RunningSave:
             self.is_done = True
             if isinstance(self.job, Save):
                 self.job.is_written.set()
+                self.job.is_staged.set()
 
 
 class Saver:
@@ -108,6 +108,7 @@ class Saver:
     written immediately.
 
     To object storage, a thread uploads the files also without `async_save`; the next save then waits for it.
+    At the end of a run, the config can limit how long. The next start uploads what is left.
 
     A failed save is logged, and training continues to the next one, unless the config requests an exit. It is
     an error if the last save fails, or if the lease on the folder is lost, because the run can then save
@@ -118,6 +119,7 @@ class Saver:
 
     Attributes:
         local: non-persistent saves of the run; None if it makes none.
+        has_left: whether the end of the run has not waited for the upload of a checkpoint.
     """
 
     def __init__(
@@ -137,6 +139,19 @@ class Saver:
         self._name: str | None = None
         self._num_saves = 0
         self._cleans_up = True
+        self._deadline: float | None = None  # by `time.monotonic`, of uploads at the end of the run
+        self.has_left = False
+
+    def upload_staged(self) -> None:
+        """Upload the checkpoint that an earlier start has left on the nodes, if any; call it before loading.
+
+        Raises:
+            UserError: the store or a file cannot be read or written; on every rank.
+        """
+        if isinstance(self._folder, StoredRun):
+            with self._topology.events.during(CHECKPOINT):
+                check = self._lease.check if self._lease is not None else lambda: None
+                upload_staged(self._folder, self._topology, check)
 
     def training_from(self, iteration: int) -> Saver:
         """Delete non-persistent saves of other iterations when training begins; return self to enter it."""
@@ -155,6 +170,7 @@ class Saver:
             SaveError: the last persistent save of the run failed, at any interval.
         """
         if error is None:
+            self._begin_deadline()
             if self._running is not None:
                 with self._topology.events.during(CHECKPOINT):
                     self._end(is_last=True)
@@ -181,6 +197,8 @@ class Saver:
             raise UserError("a checkpoint is to be saved, and there is no folder for it: pass --save FOLDER")
         is_local = self._running is not None and isinstance(self._running.job, LocalSave)
         waits = is_last or is_local or not self._config.async_save
+        if is_last:
+            self._begin_deadline()
         if self._must_skip(contents.iteration, "--save-interval", waits=waits):
             return
         retention = Retention(self._config.keep_last, self._config.keep_every, self._confirmed)
@@ -257,6 +275,8 @@ class Saver:
             self.finish()
         if self.local is not None:
             self.local.keep_only(after)
+        if isinstance(self._folder, StoredRun):
+            self._folder.remove_staged()
         text = ""
         if self._topology.rank == 0 and (folder := self._folder) is not None:
             try:
@@ -298,12 +318,14 @@ class Saver:
         if in_background:
             log.info("saving checkpoint %s in the background", job.final)
             running.start()
-        elif isinstance(job, Save) and job.folder.uploads and not is_last:
+        elif isinstance(job, Save) and job.folder.uploads and (not is_last or self._deadline is not None):
             running.start()
             job.is_written.wait()
-            log.info("uploading checkpoint %s in the background", job.final)
+            if not is_last:
+                log.info("uploading checkpoint %s in the background", job.final)
         else:
             running.run()
+        if running.thread is None or is_last:
             self._end(is_last)
 
     def _next_agreement(self) -> SaveAgreement:
@@ -318,12 +340,15 @@ class Saver:
         """Wait for the running save, log its outcome, and raise an error that must end the run."""
         running = self._running
         assert running is not None
+        if self._is_late(running):
+            self._running, self._failure, self.has_left = None, None, True
+            return
         running.wait()
         error = self._agreed_error(running)
         running.agreement.forget()
         self._running = None
         if isinstance(running.job, Save):
-            self._failure = error
+            self._failure, self.has_left = error, False
         if error is None:
             log.info("saved checkpoint %s", running.job.final)
             self._cleans_up &= isinstance(running.job, LocalSave)
@@ -335,7 +360,33 @@ class Saver:
         elif is_last or self._config.exit_on_save_failure or isinstance(error, StoreLost | LeaseLost):
             raise error
         else:
+            self._cleans_up = True
             log.warning("%s; training continues, and the next save tries again", error)
+
+    def _begin_deadline(self) -> None:
+        """Limit the waiting for uploads from now on: the run ends."""
+        limit = self._config.exit_upload_seconds
+        if limit is not None and self._deadline is None:
+            self._deadline = time.monotonic() + limit
+
+    def _is_late(self, running: _RunningSave) -> bool:
+        """Wait for a save until the deadline; return whether its upload is left to the next start then."""
+        job = running.job
+        if self._deadline is None or not (isinstance(job, Save) and job.folder.uploads):
+            return False
+        job.is_staged.wait()
+        assert running.thread is not None
+        running.thread.join(max(0.0, self._deadline - time.monotonic()))
+        # Rank 0 completes a checkpoint, or learns of an error; the other ranks learn it within a second.
+        is_late = not running.is_done and job.leave() if self._topology.rank == 0 else False
+        is_late = self._topology.world.object_of_first(is_late, "the end of an upload")
+        if is_late:
+            log.warning(
+                "checkpoint %s is not uploaded within --exit-upload-seconds %g: it stays in %s on each node, "
+                "and the next start of the run uploads it",
+                *(job.final, self._config.exit_upload_seconds, self._config.run_folder),
+            )
+        return is_late
 
     def _agreed_error(self, running: _RunningSave) -> SaveError | None:
         """Return the most severe error of any rank; None only if no rank has one."""
@@ -378,83 +429,3 @@ def _file_name(topology: Topology) -> str:
         if entry.always_named or topology.axes[entry.name].size > 1
     ]
     return f"{'_'.join(parts)}.safetensors"
-
-
-_ALIGNMENT = 64
-
-
-class HostCopy:
-    """Copy of a rank's pieces in host memory, which is reused for each save.
-
-    The copy runs while training computes the next gradients, which does not change the tensors. Training
-    calls `protect` before it writes to them, and waits there for the rest of the copy. The first copy
-    allocates the memory; later copies allocate only if they need more.
-
-    Args:
-        device: device of the tensors; some of them can be in host memory.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
-        self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._done: torch.cuda.Event | None = None
-        self._pairs: list[tuple[Tensor, Tensor]] = []
-        self._filled = threading.Event()
-
-    def take(self, pieces: Mapping[str, FilePiece]) -> dict[str, FilePiece]:
-        """Start a copy of the pieces; it is complete once `fill` returns, and valid until the next call."""
-        starts, size = dict[str, int](), 0  # in bytes
-        for name, piece in pieces.items():
-            starts[name] = size
-            size += -(-piece.num_bytes // _ALIGNMENT) * _ALIGNMENT
-        if size > self._memory.numel():
-            self._pairs = []  # free the old memory first
-            self._memory = torch.empty(0, dtype=torch.uint8)
-            self._memory = allocate_bytes(size)
-            if self._stream is not None:
-                pin(self._memory)
-        copies = {name: self._at(starts[name], piece.tensor) for name, piece in pieces.items()}
-        pairs = [(copies[name], piece.tensor.detach().contiguous()) for name, piece in pieces.items()]
-        self._pairs = [pair for pair in pairs if pair[1].device.type == "cpu"]
-        self._filled.clear()
-        if self._stream is not None:
-            self._copy_on(self._stream, [pair for pair in pairs if pair[1].device.type != "cpu"])
-        return {name: FilePiece(copies[name], piece.range) for name, piece in pieces.items()}
-
-    def fill(self) -> None:
-        """Copy the pieces, or wait until the GPU has copied them; any thread can call this."""
-        try:
-            for copy, tensor in self._pairs:
-                # Copy in one thread: torch would use as many threads as training, and compete for its cores.
-                ctypes.memmove(copy.data_ptr(), tensor.data_ptr(), copy.numel() * copy.element_size())
-            self._pairs = []
-        finally:
-            self._filled.set()
-        if self._done is not None:
-            # The default device of a new thread is GPU 0, on which a context would occupy memory.
-            torch.cuda.set_device(self._device)
-            self._done.synchronize()
-
-    def protect(self) -> None:
-        """Keep later work from writing to tensors before they have been copied.
-
-        The host waits only for the copy of tensors in host memory. On a GPU, later kernels wait for the
-        copies.
-        """
-        if self._done is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._done)
-        self._filled.wait()
-
-    def _at(self, start: int, like: Tensor) -> Tensor:
-        content = self._memory[start : start + like.numel() * like.element_size()]
-        return content.view(like.dtype).view(like.shape)
-
-    @torch.no_grad()
-    def _copy_on(self, stream: torch.cuda.Stream, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
-            for copy, tensor in pairs:
-                copy.copy_(tensor, non_blocking=True)
-                tensor.record_stream(stream)  # a temporary's memory is not reused before the copy has run
-            self._done = stream.record_event()

@@ -4,7 +4,8 @@
     s3://bucket/run/unaudited_iter_0000020    marks a checkpoint that a later audit has made doubtful
     s3://bucket/run/latest                    as in a folder (see `folder`), and so is lease.N (see `lease`)
 
-    STAGE/bucket%2Frun/.iter_0000020.5f3a….partial   files that this node's ranks have written and now upload
+    STAGE/bucket%2Frun/.iter_0000020.5f3a….partial   files that this node's ranks write and upload; see also
+                                                     `staged_saves`
     STAGE/bucket%2Frun/.load.91c4…/iter_0000010/     what this node's ranks load (see `download`)
 
 Objects cannot be renamed, so the names of tensor files are new in each save, and a checkpoint that replaces
@@ -98,15 +99,34 @@ class StoredRun:
         return self.stage / name
 
     def begin(self, name: str) -> str:
-        return partial_name(self.stage / name).name
+        """Create the folder, with the store's `latest`: a later start finishes the save if it is the same."""
+        partial = partial_name(self.stage / name)
+        self.join(partial)
+        (partial / LATEST).write_bytes(self.latest())
+        return partial.name
 
     def join(self, partial: Path) -> None:
         """Create the folder, and delete those of earlier saves: one run at a time saves here."""
         make_stage(self.stage)
-        for old in self.stage.glob(".iter_*.partial"):
-            if old != partial:
-                shutil.rmtree(old, ignore_errors=True)
+        self.remove_staged(but=partial)
         partial.mkdir(exist_ok=True)
+
+    def staged(self) -> list[Path]:
+        """Return the folders of saves that are on this node."""
+        return sorted(self.stage.glob(f".{PREFIX}*.partial"))
+
+    def remove_staged(self, but: Path | None = None) -> None:
+        """Delete the folders of saves that are on this node."""
+        for folder in self.staged():
+            if folder != but:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def latest(self) -> bytes:
+        """Return the content of `latest`; empty without it."""
+        try:
+            return self.objects.read(LATEST)
+        except FileNotFoundError:
+            return b""
 
     def file_stem(self, stem: str, partial: Path) -> str:
         """Add the random part of the folder's name: files of an earlier save must not be replaced."""
@@ -115,7 +135,6 @@ class StoredRun:
     def send(self, partial: Path, name: str, files: Sequence[str]) -> None:
         for file in files:
             self.objects.upload(f"{name}/{file}", partial / file)
-            (partial / file).unlink()
 
     def publish(self, partial: Path, name: str, check: Callable[[], None]) -> None:
         """Upload the text files, SHA256SUMS last.
@@ -135,9 +154,6 @@ class StoredRun:
         self.objects.delete([*replacing.values(), f"{WITHDRAWN}{name}"])
         check()
         self._replace(LATEST, f"{name}\n".encode(), before[1])
-
-    def discard(self, partial: Path, name: str) -> None:
-        self._clean(name)
 
     def prune(self, newest: int, retention: Retention, cleans_up: bool) -> list[str]:
         self._clean(name_of(newest))

@@ -66,6 +66,11 @@ class CheckpointConfig:
     )
     """Folder on each node's disk for files on their way to and from object storage. By default the folder of
     temporary files."""
+    exit_upload_seconds: float | None = option(
+        None, allowed=NOT_NEGATIVE, only_with=AnyOf(("save",), "--save is not a URL", is_s3)
+    )
+    """Seconds that the end of the run, also by a signal, waits for uploads. The next start then uploads the
+    rest. By default it waits without limit."""
     load_iteration: int | None = option(None, "--ckpt-step", allowed=NOT_NEGATIVE, only_with="load")
     """Iteration of the checkpoint to load. By default the latest one."""
     save_interval: int | None = option(None, "--persistent-save-interval", allowed=POSITIVE, only_with="save")

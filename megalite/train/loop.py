@@ -11,7 +11,7 @@ from typing import Any
 from megalite.checkpoint.progress import CallbackStates, recorded_state
 from megalite.config import CheckpointConfig
 from megalite.data.batch.microbatch import LM_LOSS
-from megalite.train.stopping import Stop, StopConditions, Stopped
+from megalite.train.stopping import TEMPORARY_FAILURE, Stop, StopConditions, Stopped
 from megalite.train.telemetry.metrics import ValidationMetrics
 from megalite.train.train_step import StepResult
 from megalite.train.trainer import LayoutChange, Relayout, Trainer
@@ -334,6 +334,10 @@ def train(
     if states is not None:
         loop.load_states(states)
     stop = loop.run()
+    has_left = trainer.saver.has_left and not (stop and stop.regroups)
+    if has_left and (stop is None or stop.status == 0):  # not all that was requested is done
+        reason = stop.reason if stop else "an upload is left to the next start"
+        stop = Stop(reason, TEMPORARY_FAILURE, wants_requeue=True, is_urgent=True)
     if stop is None:
         return 0
     when = f"after iteration {loop.iteration}" if loop.iteration else "before the first iteration"

@@ -245,6 +245,7 @@ def resume(trainer: Trainer, launch: Launch) -> CallbackStates | None:
     Raises:
         UserError: --load holds no checkpoint, and is not the --save folder.
     """
+    trainer.saver.upload_staged()
     topology = trainer.topology
     restarts = torch.tensor(launch.restarts, device=topology.device)  # each torchrun agent counts its own
     if largest_of_all(restarts, topology) and (own := _resume_own(trainer)) is not None:

@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megalite.checkpoint.host_copy import HostCopy
 from megalite.checkpoint.relayout import _send_and_receive
-from megalite.checkpoint.saver import HostCopy
 from megalite.checkpoint.tensor_files import FilePiece
 from megalite.config import ModelConfig, OptimizerConfig, ParallelConfig, RecomputeConfig
 from megalite.data.batch.microbatch import Microbatch
@@ -353,7 +353,7 @@ SCENARIOS: dict[str, Callable[[], object]] = {
 }
 COVERED = {
     "megalite/checkpoint/relayout.py": ("relayout",),
-    "megalite/checkpoint/saver.py": ("zero 1",),
+    "megalite/checkpoint/host_copy.py": ("zero 1",),
     "megalite/distributed/collectives.py": ("rows of experts",),
     "megalite/utils/hardware/host_memory.py": ("activations", "zero 1"),
     "megalite/data/batch/microbatch.py": ("activations",),

@@ -20,6 +20,7 @@ from megalite.config import Config, DataConfig, OptimizerConfig, ParallelConfig,
 from megalite.config.presets import PRESETS
 from megalite.train.trainer import start_trainer
 from megalite.utils.errors import UserError
+from megalite.utils.log import log
 from tests.live_ranks import run_ranks
 from tests.ranks.checkpoint.saving import (
     config_of,
@@ -149,9 +150,10 @@ def save_on_nodes(topology, config: Config) -> None:
         saver.save_local(contents_of(config, topology, 12), state(topology, 2.0))
         saver.finish()
         full = mock.patch.object(peer_copies, "_receive", side_effect=OSError(28, "No space left on device"))
-        with full if topology.rank == 1 else nullcontext():
+        with full if topology.rank == 1 else nullcontext(), mock.patch.object(log, "warning") as warning:
             saver.save_local(contents_of(config, topology, 13), state(topology, 3.0))
             saver.finish()
+        assert "copied (rank 1: No space left on device): nodes must reach each" in str(warning.mock_calls)
         found = {str(each.relative_to(saver.local.root)) for each in saver.local.root.rglob("*.safetensors")}
         assert found == {f"rank_0000{rank}/iter_0000012/rank_0000{rank}.safetensors" for rank in range(2)}
         assert not list(saver.local.root.rglob(".*"))

@@ -24,6 +24,7 @@ from megalite.checkpoint.manifest import TensorBytes
 from megalite.checkpoint.save import Save
 from megalite.checkpoint.saver import Saver
 from megalite.checkpoint.stored_run import StoredRun, local_copy
+from megalite.checkpoint.tensor_files import write_file
 from megalite.cli.checkpoints import inspect
 from megalite.distributed.topology import Topology
 from megalite.frontends.command_line import parse
@@ -63,6 +64,13 @@ def saved(topology: Topology, iteration: int, value: float, **fields: object) ->
     config = config_of(RUN, **fields)
     saver = Saver(config.checkpoint, topology)
     saver.save(contents_of(config, topology, iteration), state(topology, value), is_last=True)
+
+
+def start(topology: Topology, **fields: object) -> Saver:
+    """The next start of the run."""
+    saver = Saver(config_of(RUN, **fields).checkpoint, topology)
+    saver.upload_staged()
+    return saver
 
 
 def checkpoints(server: ObjectServer) -> set[str]:
@@ -144,7 +152,7 @@ def test_a_kill_at_any_request_leaves_a_whole_checkpoint(
     second: int,
     keep_last: int | None,
 ) -> None:
-    """The next save then works, and clears up. As in a folder, `latest` names what is loaded."""
+    """The next start goes on from the save, and the next save clears up."""
     number, was_killed = 0, True
     while was_killed:
         server.objects.clear()
@@ -159,6 +167,9 @@ def test_a_kill_at_any_request_leaves_a_whole_checkpoint(
         found = loaded(topology, config_of(RUN))
         assert found in ((first, 1.0), (second, 2.0)), number
         assert was_killed or found == (second, 2.0)
+        start(topology)
+        assert loaded(topology, config_of(RUN)) == (second, 2.0), number
+        assert has_what_its_sums_name(server), number
         saved(topology, 30, 3.0)
         assert loaded(topology, config_of(RUN)) == (30, 3.0)
         for name in checkpoints(server):
@@ -247,7 +258,7 @@ def test_a_damaged_checkpoint_is_skipped_as_in_a_folder(
     server: ObjectServer, topology, tmp_path: Path, caplog, has_blocks: bool, harm: Callable[..., None]
 ) -> None:
     """Also a checkpoint without digests of blocks, as one that was copied from a folder."""
-    with blocks_of(64) if has_blocks else mock.patch.object(StoredRun, "uploads", False):
+    with blocks_of(64) if has_blocks else writer(lambda file, pieces, **_: write_file(file, pieces)):
         for iteration in (10, 20):
             saved(topology, iteration, iteration / 10)
     (tensors,) = [name for name in server.objects if "20/" in name and name.endswith(".safetensors")]
@@ -328,9 +339,10 @@ def test_a_failed_save_leaves_nothing_and_the_next_one_works(
         saver.finish()
         server.is_read_only = False
         assert checkpoints(server) == {"iter_0000010"}
-        assert not stage_of(tmp_path / "tmp")
+        assert [folder.name[:13] for folder in stage_of(tmp_path / "tmp")] == [".iter_0000030"]
         saver.save(contents_of(config, topology, 40), state(topology, 4.0))
     assert loaded(topology, config) == (40, 4.0)
+    assert not stage_of(tmp_path / "tmp")
 
 
 @contextmanager
