@@ -258,8 +258,9 @@ def make_plan(job: CorpusJob) -> CorpusPlan:
             identity[f"step {i}, {step.name}: its files and versions"] = step.identity()
     if problems:
         raise ConfigError([_named_like_settings(problem) for problem in problems])
-    states = {file: list(state) for file, state in zip(files, file_states(files), strict=True)}
-    pieces = tuple(InputPlan(source, files, stream_compressed=False).pieces())
+    found = file_states(files)
+    states = {file: list(state) for file, state in zip(files, found, strict=True)}
+    pieces = tuple(InputPlan(source, files, stream_compressed=False, states=found).pieces())
     if not pieces:
         raise UserError("input has no text: it names no files, or empty ones")
     size = sum(piece.num_input_bytes for piece in pieces)
