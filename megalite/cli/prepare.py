@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from megalite.cli.preprocess import partition
-from megalite.data.prepare.plan import PASSES, CorpusJob, make_plan, read_corpus_job
+from megalite.data.prepare.cluster import log_folder, submit
+from megalite.data.prepare.plan import PASSES, CorpusJob, CorpusPlan, make_plan, read_corpus_job
 from megalite.data.prepare.prepare import check_earlier, find_report, finish, run_pass, start
 from megalite.data.preprocessing.preprocess import num_cores
 from megalite.frontends.tool_parser import ToolParser, positive_int
@@ -72,6 +73,10 @@ def main(arguments: Sequence[str]) -> None:
         print(f"{prefix}.shards.json: complete already")
         return
     workers = flags.workers or job.run.workers or num_cores()
+    executor = "local" if flags.name else job.run.executor
+    if executor == "slurm":
+        print("\n".join(_submitted(plan, flags.config, flags.overwrite, workers)))
+        return
     try:
         with ProgressLine(seconds_between_lines=10.0) as line:
             for name in [flags.name] if flags.name else PASSES:
@@ -79,7 +84,8 @@ def main(arguments: Sequence[str]) -> None:
                 if name == "finish":
                     report = finish(plan)
                 else:
-                    run_pass(plan, name, flags.task or (0, 1), workers, partial(_show, line))
+                    part, show = flags.task or (0, 1), partial(_show, line)
+                    run_pass(plan, name, part, workers, show, on_ray=executor == "ray")
     except KeyboardInterrupt:
         sys.stderr.write("interrupted: run the same command to continue\n")
         raise SystemExit(130) from None
@@ -99,6 +105,18 @@ def main(arguments: Sequence[str]) -> None:
             "set special_tokens_in_text to escape or drop unless this is intended",
             *(prefix, counted(special["documents"], "document"), special["examples"][0]["from"]),
         )
+
+
+def _submitted(plan: CorpusPlan, config: str, overwrite: bool, workers: int) -> list[str]:
+    """Submit the passes to Slurm, and say where they are and how to continue."""
+    arguments = ["--config", config, *(["--overwrite"] if overwrite else [])]
+    jobs = submit(plan, arguments, workers)
+    numbers = ",".join(jobs.values())
+    return [
+        f"submitted to Slurm: {', '.join(f'{name} {job}' for name, job in jobs.items())}",
+        f"  logs: {log_folder(plan)}; state: squeue -j {numbers}; end them: scancel {numbers}",
+        "  if a job fails, the passes after it are cancelled: run the same command again to continue",
+    ]
 
 
 def _show(line: ProgressLine, name: str, done: int, count: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -43,7 +44,14 @@ class RunSettings:
     """How to run, which does not change the output."""
 
     workers: int | None = None
-    """Number of processes; None for one per core."""
+    """Number of processes; None for one per core. In Slurm, each is a job."""
+    executor: Literal["local", "slurm", "ray"] = "local"
+    partition: str | None = None
+    """Slurm's partition."""
+    time: str | None = None
+    """Slurm's time limit of a pass."""
+    sbatch: dict[str, Any] = field(default_factory=dict)
+    """Other options of sbatch, such as account and mem."""
     folder: str | None = None
     """Folder of work in progress, which all tasks see, for an output in object storage."""
 
@@ -146,7 +154,15 @@ def read_corpus_job(path: str) -> CorpusJob:
         raise UserError(f"--config {path} has no settings: write `key: value` lines")
     problems: list[str] = []
     steps = read_steps(settings.pop("steps", None) or [], problems)
+    run = settings.get("run")
+    if isinstance(run, dict) and type(run.get("time")) is int:  # YAML reads 4:00:00 as seconds
+        run["time"] = str(-(-run["time"] // 60))  # and Slurm reads a number as minutes
     job = build_settings(CorpusJob, path, settings, problems, steps=steps)
+    if job and job.run.executor != "slurm":
+        given = [name for name in ("partition", "time", "sbatch") if getattr(job.run, name)]
+        problems += [f"{path}: run: {name} has no effect without executor: slurm" for name in given]
+    if job and job.run.executor != "local" and job.run.workers is None:
+        problems.append(f"{path}: run: workers is missing: executor {job.run.executor} needs their number")
     if job is None or problems:
         raise ConfigError(problems)
     return job
@@ -191,6 +207,10 @@ class CorpusPlan:
         """Return the path of the file that a task writes last: its name depends on all that it read."""
         key = hashlib.sha256(f"{self._tasks_digest}/{name}/{number}".encode()).hexdigest()[:16]
         return self.path(name, number, f"{key}.json")
+
+    def tasks_left(self, name: str, numbers: Iterable[int]) -> list[int]:
+        """Return those of a pass's tasks that are not done."""
+        return [number for number in numbers if not self.done_path(name, number).exists()]
 
     @cached_property
     def _tasks_digest(self) -> str:
@@ -238,8 +258,9 @@ def make_plan(job: CorpusJob) -> CorpusPlan:
             identity[f"step {i}, {step.name}: its files and versions"] = step.identity()
     if problems:
         raise ConfigError([_named_like_settings(problem) for problem in problems])
-    states = {file: list(state) for file, state in zip(files, file_states(files), strict=True)}
-    pieces = tuple(InputPlan(source, files, stream_compressed=False).pieces())
+    found = file_states(files)
+    states = {file: list(state) for file, state in zip(files, found, strict=True)}
+    pieces = tuple(InputPlan(source, files, stream_compressed=False, states=found).pieces())
     if not pieces:
         raise UserError("input has no text: it names no files, or empty ones")
     size = sum(piece.num_input_bytes for piece in pieces)

@@ -16,6 +16,7 @@ import numpy as np
 
 from megalite.data.dataset_merge import list_shards
 from megalite.data.indexed_dataset import IndexedDataset, replace_dataset
+from megalite.data.prepare.cluster import RayPool
 from megalite.data.prepare.passes import PassWorker
 from megalite.data.prepare.plan import PASSES, CorpusPlan
 from megalite.data.prepare.report import (
@@ -104,7 +105,7 @@ def check_earlier(plan: CorpusPlan, name: str) -> None:
     """
     for earlier in PASSES[: PASSES.index(name)]:
         count = plan.num_tasks(earlier)
-        if missing := [i for i in range(count) if not plan.done_path(earlier, i).exists()]:
+        if missing := plan.tasks_left(earlier, range(count)):
             raise UserError(
                 f"--pass {name} needs the pass {earlier}, which lacks {len(missing)} of its "
                 f"{counted(count, 'task')} (the first is {missing[0]}): run --pass {earlier} first"
@@ -112,23 +113,30 @@ def check_earlier(plan: CorpusPlan, name: str) -> None:
 
 
 def run_pass(
-    plan: CorpusPlan, name: str, part: tuple[int, int], workers: int, on_progress: OnProgress
+    plan: CorpusPlan,
+    name: str,
+    part: tuple[int, int],
+    workers: int,
+    on_progress: OnProgress,
+    on_ray: bool = False,
 ) -> None:
     """Run a part of the tasks of a pass other than finish; those that are done are skipped.
 
     Args:
         part: number of the part from 0, and number of parts.
+        on_ray: whether the workers are actors of Ray instead of processes on this machine.
 
     Raises:
         UserError: a task fails.
     """
     count = plan.num_tasks(name)
     mine = range(count * part[0] // part[1], count * (part[0] + 1) // part[1])
-    left = [number for number in mine if not plan.done_path(name, number).exists()]
+    left = plan.tasks_left(name, mine)
     workers = min(workers, max(1, len(left)))
     on_progress(name, len(mine) - len(left), len(mine))
     hint = f"run the command again with fewer than --workers {workers}"
-    with WorkerPool(partial(PassWorker, plan), workers, hint) as pool:
+    here = WorkerPool(partial(PassWorker, plan), workers, hint)
+    with RayPool(plan, workers) if on_ray else here as pool:
         for done, _ in enumerate(pool.run((name, number) for number in left), len(mine) - len(left) + 1):
             on_progress(name, done, len(mine))
 

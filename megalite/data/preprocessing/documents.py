@@ -32,7 +32,10 @@ _KINDS = {
     "arrow": "rows",
 }
 _FORMATS = ".jsonl, .txt, .parquet or .arrow"
-_OTHER_FORMATS = {"csv": "CSV", "tsv": "CSV", "warc": "WARC", "wet": "WARC", "wat": "WARC"}
+_OTHER_FORMATS = {
+    **{"csv": "CSV", "tsv": "CSV", "warc": "WARC", "wet": "WARC", "wat": "WARC"},
+    **{"tar": "tar", "tgz": "tar", "zip": "ZIP"},
+}
 TEXT_DOCUMENTS = ("file", "line", "paragraph")
 STANDARD_INPUT = "-"
 MAX_DOCUMENT_BYTES = 1 << 24
@@ -40,6 +43,7 @@ MAX_DOCUMENT_BYTES = 1 << 24
 BOM = b"\xef\xbb\xbf"
 _REQUEST_BYTES = 8 << 20
 """Bytes of one request to object storage."""
+_SMALL_BYTES = 1 << 16
 _NUM_TIMED, _FAST_SECONDS = 8, 1e-4
 """Number of files whose states are timed, and the time for each below which threads would take longer."""
 
@@ -196,16 +200,25 @@ def open_input(path: str) -> Iterator[tuple[BinaryIO, BinaryIO]]:
 
 
 def open_file(path: str) -> BinaryIO:
-    """Open a file of this machine, or of object storage, for reading."""
+    """Open a file of this machine, or of object storage, for reading; a small one is read at once."""
     if not is_remote(path):
-        return open(path, "rb")
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            data = os.read(descriptor, _SMALL_BYTES)
+        finally:
+            os.close(descriptor)
+        return io.BytesIO(data) if len(data) < _SMALL_BYTES else open(path, "rb")
     return cast(BinaryIO, io.BufferedReader(ObjectStream(path), _REQUEST_BYTES))
 
 
-def file_states(paths: Sequence[str]) -> list[tuple[int, object]]:
-    """Return the size of each file in bytes, and what tells its version; (0, None) for standard input."""
+FileState = tuple[int, object]
+"""Size of a file in bytes, and what tells its version."""
 
-    def state(path: str) -> tuple[int, object]:
+
+def file_states(paths: Sequence[str]) -> list[FileState]:
+    """Return the state of each file; (0, None) for standard input."""
+
+    def state(path: str) -> FileState:
         if path == STANDARD_INPUT:
             return 0, None
         if is_remote(path):

@@ -28,6 +28,7 @@ from megalite.data.preprocessing.documents import (
     STANDARD_INPUT,
     TEXT_DOCUMENTS,
     DocumentRecord,
+    FileState,
     file_states,
     input_kind,
     is_compressed,
@@ -100,11 +101,13 @@ class PreprocessJob:
     def build_tokenizer(self) -> Tokenizer:
         return build_tokenizer(self.tokenizer_type, self.tokenizer_files)
 
-    def made_with(self, files: Sequence[str], tokenizer: Tokenizer) -> dict[str, Any]:
+    def made_with(
+        self, files: Sequence[str], states: Sequence[FileState], tokenizer: Tokenizer
+    ) -> dict[str, Any]:
         """Return everything that the output depends on, by flag; a resumed run must have the same values."""
         chat = {"--chat": chat_template_of(tokenizer, self.now).digest} if self.chat else {}
         digest = hashlib.sha256()  # of names, sizes and times: reading the contents would take too long
-        for name, state in zip(files, file_states(files), strict=True):
+        for name, state in zip(files, states, strict=True):
             digest.update(repr((name, None if name == STANDARD_INPUT else state)).encode())
         return chat | {
             "--input": digest.hexdigest(),
@@ -137,7 +140,13 @@ class InputPlan:
         total_bytes: size of this part of the input files, before decompression; 0 if unknown.
     """
 
-    def __init__(self, job: PreprocessJob, files: Sequence[str], stream_compressed: bool) -> None:
+    def __init__(
+        self,
+        job: PreprocessJob,
+        files: Sequence[str],
+        stream_compressed: bool,
+        states: Sequence[FileState] | None = None,
+    ) -> None:
         """Plan a job.
 
         Args:
@@ -145,6 +154,7 @@ class InputPlan:
             files: names of the input files.
             stream_compressed: cut compressed files as they are read, in the process that iterates over the
                 pieces, because there are fewer files than workers; otherwise each file is one piece.
+            states: the files' states, if they are known.
         """
         self._job = job
         self.stream_compressed = stream_compressed
@@ -157,7 +167,7 @@ class InputPlan:
                     f"not {len(job.json_keys)}"
                 )
         self.files = files
-        self._sizes = [size for size, _ in file_states(files)]
+        self._sizes = [size for size, _ in states or file_states(files)]
         self._size = size = sum(self._sizes)
         self._piece_bytes = min(max(size // _MAX_PIECES, _MIN_PIECE_BYTES), _MAX_PIECE_BYTES)
         self.total_bytes = 0 if STANDARD_INPUT in files else size // job.partition[1]

@@ -20,7 +20,13 @@ import numpy as np
 
 from megalite.data.indexed_dataset import replace_dataset, token_dtype
 from megalite.data.loss_mask import LOSS_MASK
-from megalite.data.preprocessing.documents import find_inputs, input_kind, is_compressed
+from megalite.data.preprocessing.documents import (
+    FileState,
+    file_states,
+    find_inputs,
+    input_kind,
+    is_compressed,
+)
 from megalite.data.preprocessing.encoder import (
     MAX_MESSAGES,
     CannotWrite,
@@ -91,13 +97,14 @@ def preprocess(job: PreprocessJob, on_progress: OnProgress | None = None) -> Pre
             bad records are skipped), there are no documents, or the run to resume was another job.
     """
     tokenizer, files = _tokenizer_and_files(job)
-    made_with = job.made_with(files, tokenizer)
+    states = file_states(files)
+    made_with = job.made_with(files, states, tokenizer)
     finished = _finished_before(job, made_with)
     if finished:
         with Ledger(job.stem):  # removes the files of a run that was killed at its very end
             return finished
     with Ledger(job.stem) as ledger:
-        plan = _plan(job, ledger, files, made_with)
+        plan = _plan(job, ledger, files, states, made_with)
         run = _Run(job, on_progress or (lambda progress: None))
         run.progress.total_input_bytes = plan.total_bytes
         pieces = plan.pieces()
@@ -148,7 +155,13 @@ def _tokenizer_and_files(job: PreprocessJob) -> tuple[Tokenizer, list[str]]:
     return tokenizer, files
 
 
-def _plan(job: PreprocessJob, ledger: Ledger, files: list[str], made_with: dict[str, Any]) -> InputPlan:
+def _plan(
+    job: PreprocessJob,
+    ledger: Ledger,
+    files: list[str],
+    states: list[FileState],
+    made_with: dict[str, Any],
+) -> InputPlan:
     """Plan a new run, or repeat the plan of the run to resume; do not replace existing output."""
     before = ledger.header
     if before and not job.resume and not job.overwrite:
@@ -172,12 +185,12 @@ def _plan(job: PreprocessJob, ledger: Ledger, files: list[str], made_with: dict[
                     f"the interrupted run in {ledger.folder} had another {flag}{detail}; "
                     "resume with the same one, or start again with --overwrite and without --resume"
                 )
-        return InputPlan(job, files, before["stream_compressed"])
+        return InputPlan(job, files, before["stream_compressed"], states)
     for key in job.json_keys:
         for name in (f"{job.prefix(key)}.bin", f"{job.prefix(key)}.idx"):
             if os.path.exists(name) and not job.overwrite:
                 raise UserError(f"{name} exists: pass another --output-prefix, or --overwrite")
-    return InputPlan(job, files, sum(map(is_compressed, files)) < 2 * job.workers)
+    return InputPlan(job, files, sum(map(is_compressed, files)) < 2 * job.workers, states)
 
 
 def _finished_before(job: PreprocessJob, made_with: dict[str, Any]) -> PreprocessingSummary | None:

@@ -5,7 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import os
+import random
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -125,16 +130,48 @@ def test_a_kill_while_the_last_files_are_renamed(tmp_path: Path, monkeypatch: py
     assert digests_of(tmp_path) == whole
 
 
+@pytest.mark.slow
+def test_kills_at_any_time_change_no_byte(tmp_path: Path) -> None:
+    """Kill -9 of the command and its processes, at random times from its start to its end."""
+    write_texts(
+        tmp_path / "in", [[f"{i % 3000} {number} " * 60 for i in range(12_000)] for number in range(3)]
+    )
+    plan_of(tmp_path, shuffle=1, shards=3, steps=[{"exact": True}])
+    command = [sys.executable, "-m", "megalite", "prepare", "--config", str(tmp_path / "corpus.yaml")]
+    started = time.monotonic()
+    subprocess.run([*command, "--workers", "1"], check=True, capture_output=True)
+    seconds, whole = time.monotonic() - started, digests_of(tmp_path)
+    shutil.rmtree(tmp_path / "out")
+    chance, num_interrupted = random.Random(1), 0
+    for _ in range(12):
+        process = subprocess.Popen(
+            [*command, "--workers", "2"],
+            start_new_session=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        time.sleep(seconds * chance.random())
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            num_interrupted += 1
+        if process.wait() == 0:
+            assert digests_of(tmp_path) == whole
+            shutil.rmtree(tmp_path / "out")
+    assert num_interrupted > 4
+    subprocess.run([*command, "--workers", "2"], check=True, capture_output=True)
+    assert digests_of(tmp_path) == whole
+
+
 def test_another_process_may_finish_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_texts(tmp_path / "in", TEXTS)
     plan_of(tmp_path, shards=3)
 
-    def run_both(*arguments: Any) -> None:
+    def run_both(*arguments: Any, **options: Any) -> None:
         monkeypatch.setattr(program, "run_pass", run_pass)
         command(tmp_path)
-        run_pass(*arguments)
+        run_pass(*arguments, **options)
 
     monkeypatch.setattr(program, "run_pass", run_both)
     command(tmp_path)

@@ -187,7 +187,8 @@ def test_a_saved_hugging_face_dataset_is_read_from_its_folder(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("a.csv", "CSV"), ("a.tsv.gz", "CSV"), ("a.warc.gz", "WARC"), ("a.WET", "WARC")]
+    ("name", "kind"),
+    [("a.csv", "CSV"), ("a.tsv.gz", "CSV"), ("a.warc.gz", "WARC"), ("a.WET", "WARC"), ("a.tar.gz", "tar")],
 )
 def test_other_formats_are_refused_by_name(tmp_path: Path, name: str, kind: str) -> None:
     (tmp_path / name).write_text("x")

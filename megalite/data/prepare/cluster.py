@@ -1,0 +1,127 @@
+"""Run the passes over a corpus on a cluster: as array jobs of Slurm, or by actors of Ray.
+
+What is done is known from the files of the passes alone, so either may be killed, and run again with another
+number of workers.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from megalite.data.prepare.fingerprints import library
+from megalite.data.prepare.passes import PassWorker
+from megalite.data.prepare.plan import PASSES, CorpusPlan
+from megalite.utils.errors import UserError
+
+Task = tuple[str, int]
+"""Name of a pass, and number of a task."""
+
+
+def log_folder(plan: CorpusPlan) -> Path:
+    """Return the folder of the logs of Slurm's jobs; it outlives the files of the passes."""
+    return Path(f"{plan.job.prefix}.logs")
+
+
+def submit(plan: CorpusPlan, arguments: list[str], workers: int) -> dict[str, str]:
+    """Submit each pass that is left to Slurm, as an array that begins when the pass before is complete.
+
+    Args:
+        arguments: arguments of `megalite prepare` for all passes.
+        workers: number of jobs of an array; each is one process.
+
+    Returns:
+        Slurm's number of each array, by pass.
+
+    Raises:
+        UserError: sbatch is not there, or refuses a job.
+    """
+    run = plan.job.run
+    jobs: dict[str, str] = {}
+    given = {"partition": run.partition, "time": run.time} | run.sbatch
+    log_folder(plan).mkdir(exist_ok=True)
+    for name in PASSES:
+        size = min(workers, plan.num_tasks(name))
+        if not plan.tasks_left(name, range(plan.num_tasks(name))):
+            continue
+        options = {
+            "job-name": f"prepare-{name}",
+            "output": log_folder(plan) / f"{name}-%a.log",
+            "array": f"0-{size - 1}",
+            "dependency": f"afterok:{list(jobs.values())[-1]}" if jobs else None,
+            "kill-on-invalid-dep": "yes",  # a pass whose earlier pass has failed can never begin
+        }
+        command = [sys.executable, "-m", "megalite", "prepare", *arguments, "--pass", name, "--workers", "1"]
+        flags = [
+            f"--{key}" if value is True else f"--{key}={value}"
+            for key, value in (options | given).items()
+            if value is not None and value is not False
+        ]
+        wrap = f"--wrap=exec {shlex.join(command)} --task $SLURM_ARRAY_TASK_ID/{size}"
+        try:
+            done = subprocess.run(
+                ["sbatch", "--parsable", *flags, wrap], capture_output=True, text=True, check=False
+            )
+        except FileNotFoundError:
+            raise UserError(
+                "run: executor slurm needs sbatch, which is not here: run this where jobs are submitted, or "
+                "set executor to local"
+            ) from None
+        if done.returncode:
+            before = f" (submitted already: {', '.join(jobs.values())})" if jobs else ""
+            raise UserError(f"sbatch refuses the pass {name}{before}: {' '.join(done.stderr.split())}")
+        jobs[name] = done.stdout.strip().partition(";")[0]  # the rest is the name of a cluster
+    return jobs
+
+
+class _RayWorker(PassWorker):
+    """Runner of tasks in an actor, whose node sees the same files."""
+
+    def __init__(self, plan: CorpusPlan, folder: str) -> None:
+        os.chdir(folder)  # paths may be relative
+        os.environ |= {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
+        super().__init__(plan)
+
+
+class RayPool:
+    """Actors of Ray that run tasks; a context manager. An actor that dies is started again.
+
+    It uses the cluster of `RAY_ADDRESS`, else that which was started on this machine, else starts one here.
+    """
+
+    def __init__(self, plan: CorpusPlan, workers: int) -> None:
+        self._ray = library("ray", "run: executor ray")
+        self._pool = library("ray.util", "run: executor ray").ActorPool
+        self._plan, self._num_workers = plan, workers
+        self._actors: list[Any] = []
+
+    def __enter__(self) -> RayPool:
+        if not self._ray.is_initialized():
+            self._ray.init()
+        actor = self._ray.remote(num_cpus=1, max_restarts=3, max_task_retries=3)(_RayWorker)
+        self._actors = [actor.remote(self._plan, os.getcwd()) for _ in range(self._num_workers)]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for actor in self._actors:
+            self._ray.kill(actor)
+
+    def run(self, tasks: Iterable[Task]) -> Iterator[int]:
+        """Yield the numbers of the tasks as they end.
+
+        Raises:
+            UserError: a task fails, or its actor dies again and again.
+        """
+        try:
+            yield from self._pool(self._actors).map_unordered(
+                lambda actor, task: actor.__call__.remote(task), tasks
+            )
+        except self._ray.exceptions.RayTaskError as error:
+            raise error.cause if isinstance(error.cause, UserError) else error from None
+        except self._ray.exceptions.RayActorError as error:
+            raise UserError(f"Ray's workers end: {' '.join(str(error).split())}") from None
