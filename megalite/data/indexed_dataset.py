@@ -14,7 +14,14 @@ from typing import Any, BinaryIO, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from megalite.data.storage import CACHE_BYTES, FileRange, MappedBytes, open_bytes, read_ranges
+from megalite.data.storage import (
+    CACHE_BYTES,
+    FileRange,
+    MappedBytes,
+    fetch_ranges,
+    open_bytes,
+    read_ranges,
+)
 from megalite.utils.errors import UserError
 from megalite.utils.files import new_file, open_new
 from megalite.utils.object_store import is_remote
@@ -128,6 +135,10 @@ class IndexedDataset:
         parts = iter(read_ranges([each for ranges in files for each in ranges]))
         empty = np.empty(0, np.uint8)
         return [np.concatenate([empty, *islice(parts, len(each))]).view(self.dtype) for each in files]
+
+    def fetch(self, spans: Sequence[tuple[int, int]]) -> None:
+        """Fetch the tokens of each span, from first to end, if they are in a store and not in the cache."""
+        fetch_ranges([each for first, end in spans for each in self.ranges_of(first, end)])
 
     def ranges_of(self, first: int, end: int) -> list[FileRange]:
         """Return where consecutive tokens of the corpus are, in order."""

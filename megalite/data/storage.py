@@ -161,11 +161,7 @@ def read_ranges(ranges: Sequence[FileRange]) -> list[npt.NDArray[np.uint8]]:
     parts: dict[int, npt.NDArray[np.uint8]] = {}
     damaged = set[int]()
     for _ in range(_MAX_ATTEMPTS):  # another process may remove what was fetched
-        wanted: dict[CachedBytes, list[tuple[int, int]]] = {}
-        for i, (file, begin, end, _) in enumerate(ranges):
-            if i not in parts and isinstance(file, CachedBytes):
-                wanted.setdefault(file, []).append((begin, end))
-        fetch_missing(wanted)
+        fetch_ranges([each for i, each in enumerate(ranges) if i not in parts])
         for i, (file, begin, end, crc32) in enumerate(ranges):
             if i in parts:
                 continue
@@ -183,6 +179,15 @@ def read_ranges(ranges: Sequence[FileRange]) -> list[npt.NDArray[np.uint8]]:
         if len(parts) == len(ranges):
             return [parts[i] for i in range(len(ranges))]
     raise UserError("the cache cannot hold the samples of one batch: raise --data-cache-bytes")
+
+
+def fetch_ranges(ranges: Sequence[FileRange]) -> None:
+    """Fetch what the cache lacks of ranges of files in a store, in one go; see `CachedBytes.fetch`."""
+    wanted: dict[CachedBytes, list[tuple[int, int]]] = {}
+    for file, begin, end, _ in ranges:
+        if isinstance(file, CachedBytes):
+            wanted.setdefault(file, []).append((begin, end))
+    fetch_missing(wanted)
 
 
 class FilesInUse:

@@ -16,6 +16,8 @@ from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.storage import FilesInUse
 
 NUM_ROUNDS = 8
+GROUP_BLOCKS = 256
+"""Number of blocks whose windows are shuffled together."""
 
 U64 = np.uint64
 
@@ -61,16 +63,45 @@ def mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return values ^ values >> U64(33)
 
 
+def shuffled_windows(
+    positions: npt.NDArray[np.int64], num_windows: int, shuffle_block: int, *key: object
+) -> npt.NDArray[np.int64]:
+    """Return the windows at these positions of an epoch.
+
+    Blocks of `shuffle_block` windows are permuted, and then the windows of each `GROUP_BLOCKS` blocks. The
+    windows that do not fill a block at the end of the corpus are in the last group. Blocks of one window are
+    only permuted.
+
+    Args:
+        key: key of the epoch; that of a group also has the group's number.
+    """
+    group_size = shuffle_block * GROUP_BLOCKS
+    groups = positions // group_size
+    positions = positions.copy()
+    for group in np.unique(groups).tolist() if shuffle_block > 1 else []:
+        rows, first = groups == group, group * group_size
+        size = min(group_size, num_windows - first)
+        positions[rows] = first + permute(positions[rows] - first, size, round_keys(*key, group))
+    blocks, offsets = np.divmod(positions, shuffle_block)
+    num_blocks = num_windows // shuffle_block
+    full = blocks < num_blocks
+    blocks[full] = permute(blocks[full], num_blocks, round_keys(*key))
+    return blocks * shuffle_block + offsets
+
+
 class WindowDataset:
     """Endless samples of one split of a corpus: in each epoch every window once, in another order.
 
     Window w holds the tokens [wS, wS + S] of the split. Up to S tokens at its end are in no window. The order
-    depends on the seed, on the split's place and size in the corpus, and on the epoch, but not on the length
-    of the run: a longer run reads the same samples first.
+    depends on the seed, on the split's place and size in the corpus, on the size of a block, and on the
+    epoch, but not on the length of the run: a longer run reads the same samples first.
+
+    Of a corpus in object storage, the block of a sample is fetched as a whole.
 
     Args:
         num_samples: number of samples, from as many epochs as needed; None for one epoch.
         vocab_size: if set, reading a sample with a token id beyond it raises.
+        shuffle_block: number of consecutive windows that are shuffled as one; see `shuffled_windows`.
 
     Attributes:
         indexed: the corpus.
@@ -89,6 +120,7 @@ class WindowDataset:
         seed: int,
         vocab_size: int | None = None,
         split_name: str = "train",
+        shuffle_block: int = 1,
     ) -> None:
         num_tokens = split_tokens(indexed, sequences, seq_length, split_name)
         self.indexed = indexed
@@ -97,6 +129,8 @@ class WindowDataset:
         self._num_samples = self.num_windows if num_samples is None else num_samples
         self._seq_length = seq_length
         self._vocab_size = vocab_size
+        self._shuffle_block = shuffle_block
+        self._fetches_blocks = shuffle_block > 1 and indexed.is_remote
         self._key = (seed, self._first_token, num_tokens, len(sequences))
         self._files = FilesInUse(indexed.files)
 
@@ -119,7 +153,8 @@ class WindowDataset:
         result = np.empty_like(positions)
         for epoch in np.unique(epochs).tolist():
             rows = epochs == epoch
-            result[rows] = permute(positions[rows], self.num_windows, round_keys(*self._key, epoch))
+            key = *self._key, epoch
+            result[rows] = shuffled_windows(positions[rows], self.num_windows, self._shuffle_block, *key)
         return result
 
     def gather(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -129,7 +164,12 @@ class WindowDataset:
             UserError: a token id is outside the vocabulary, or a file was changed since it was opened.
             IndexError: there is no such sample.
         """
-        begins = (self._first_token + self.windows(samples) * self._seq_length).tolist()
+        windows = self.windows(samples)
+        if self._fetches_blocks:
+            firsts = np.unique(windows // self._shuffle_block) * self._shuffle_block
+            nexts = self._begins(np.minimum(firsts + self._shuffle_block, self.num_windows))
+            self.indexed.fetch([(at, end + 1) for at, end in zip(self._begins(firsts), nexts, strict=True)])
+        begins = self._begins(windows)
         text = np.stack(self.indexed.read_spans([(at, at + self._seq_length + 1) for at in begins]))
         self._files.check()
         if self._vocab_size is not None and (int(text.min()) < 0 or int(text.max()) >= self._vocab_size):
@@ -138,10 +178,15 @@ class WindowDataset:
                     self.indexed.check_vocabulary(sequence, tokens, self._vocab_size)
         return text.astype(np.int64)
 
+    def _begins(self, windows: npt.NDArray[np.int64]) -> list[int]:
+        """Return the first token of each window."""
+        begins: list[int] = (self._first_token + windows * self._seq_length).tolist()
+        return begins
+
     def spans(self, index: int) -> list[tuple[int, int, npt.NDArray[Any]]]:
         """Return the sequences that a sample reads, each with its first token's position and the tokens."""
-        (window,) = self.windows(np.array([index], np.int64)).tolist()
-        return self._spans_from(self._first_token + window * self._seq_length)
+        (begin,) = self._begins(self.windows(np.array([index], np.int64)))
+        return self._spans_from(begin)
 
     def _spans_from(self, begin: int) -> list[tuple[int, int, npt.NDArray[Any]]]:
         end, itemsize = begin + self._seq_length + 1, self.indexed.dtype.itemsize
