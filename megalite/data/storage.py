@@ -219,8 +219,8 @@ class CachedBytes(MappedBytes):
     The cache file is sparse and has the full size, so it can be mapped; all processes of a machine share it.
     A second file has one byte for each `GRANULE_BYTES`: 0 if they are absent, else a number that changes each
     time they are fetched. It is written after the bytes are on disk, so bytes that are marked are complete
-    even if the process or the machine is killed. The files' name is a digest of the URL and the store's
-    version of the object: a changed object is read anew.
+    even if the process or the machine is killed. The files' name is a digest of the store, the URL and the
+    store's version of the object: a changed object is read anew.
 
     The files stay for the next run. While all of them take more than the limit, or more than half of the
     available disk space (their own and free space), those that no process has open are removed, the least
@@ -240,7 +240,7 @@ class CachedBytes(MappedBytes):
         num_bytes = self._object.size
         self._folder = folder or Path(tempfile.gettempdir()) / f"megalite-blocks-{os.getuid()}"
         self._limit = limit
-        mark = f"{url}\n{num_bytes}\n{self._object.version}\n{GRANULE_BYTES}"
+        mark = f"{self._object.store}\n{url}\n{num_bytes}\n{self._object.version}\n{GRANULE_BYTES}"
         # Only a .bin is always read in ranges, so that regions of it may be removed while it is in use.
         ending = _RANGED if url.endswith(".bin") else ""
         name = self._folder / f"{hashlib.sha256(mark.encode()).hexdigest()[:32]}{ending}"

@@ -23,7 +23,7 @@ from megalite.data.window_dataset import WindowDataset
 from megalite.train.run_context import with_shuffle_block
 from megalite.utils.errors import UserError
 from tests.corpora import build_datasets
-from tests.object_server import ObjectServer, s3_in
+from tests.object_server import ObjectServer, object_server, s3_in
 
 pytest.importorskip("obstore")
 
@@ -162,6 +162,21 @@ def test_preprocessing_reads_objects(server: ObjectServer, tmp_path: Path, named
         assert here.read_bytes() == there.read_bytes()
     with pytest.raises(UserError, match=r"--input s3://b/none\.jsonl names no file"):
         preprocess(PreprocessJob(("s3://b/none.jsonl",), f"{tmp_path}/out", "byte"))
+
+
+def test_stores_with_equal_urls_do_not_share_blocks(
+    server: ObjectServer, write_dataset: WriteDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if the stores give their objects the same version."""
+    monkeypatch.setattr("tests.object_server._tag", lambda _: '"1"')
+    write_dataset([500], "c")
+    upload(server, tmp_path)
+    assert IndexedDataset("s3://b/c")[0][0] == 0
+    (tmp_path / "c.bin").write_bytes((tmp_path / "c.bin").read_bytes()[::-1])
+    with object_server() as other:
+        upload(other, tmp_path)
+        monkeypatch.setenv("AWS_ENDPOINT_URL", other.url)
+        assert IndexedDataset("s3://b/c")[0][0] == 499 << 8 & 0xFFFF | 499 >> 8
 
 
 def test_another_version_is_never_mixed_in(
