@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megalite.data.batch.microbatch import Microbatch
-from megalite.data.gpt_dataset import Dataset, GPTDataset, count_tokens, gather
+from megalite.data.gpt_dataset import Dataset, GPTDataset, gather
 from megalite.data.index_cache import IndexCache
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.window_dataset import WindowDataset
@@ -134,7 +134,7 @@ class Samples:
 
     def num_tokens(self, corpus: IndexedDataset, sequences: range) -> int:
         """Return the tokens of one epoch of some sequences: about `seq_length` for each sample."""
-        return count_tokens(corpus.sequence_lengths, sequences)
+        return corpus.count_tokens(sequences)
 
     def dataset(
         self,

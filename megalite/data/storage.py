@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megalite.config import DataConfig
-from megalite.data._index_builder import FileChange, MappedFile, all_unchanged
+from megalite.data._index_builder import FileChange, FileSet, MappedFile
 from megalite.utils.errors import UserError
 from megalite.utils.files import check_owner, no_follow, open_shared
 from megalite.utils.object_store import is_remote, object_exists, open_object, read_object
@@ -107,8 +107,17 @@ class MappedBytes:
         self._name = self.local_path = path
 
     def crc32(self) -> int:
-        """Return the CRC-32 of all bytes, read through another mapping: they are not kept in memory."""
-        return zlib.crc32(MappedFile(os.fsencode(self.local_path)).array().data)
+        """Return the CRC-32 of all bytes."""
+        crc32 = 0
+        for first in range(0, len(self.array), _REGION_BYTES):
+            crc32 = zlib.crc32(self.array[first : first + _REGION_BYTES].data, crc32)
+            self.release()
+        return crc32
+
+    def release(self) -> None:
+        """Take the pages that were read out of this process's memory; reading maps them again."""
+        for mapped in self.mapped:
+            mapped.release()
 
     def fetch(self, begin: int, end: int) -> None:
         """Make bytes `begin` to `end` of the array valid; before this call they may be zeros."""
@@ -119,7 +128,7 @@ class MappedBytes:
         Raises:
             UserError: the file was changed or became unreadable while it was in use.
         """
-        if not all_unchanged(self.mapped, 0):
+        if any(mapped.change() != FileChange.none for mapped in self.mapped):
             self.verify()
 
     def verify(self) -> None:
@@ -200,11 +209,11 @@ class FilesInUse:
 
     def __init__(self, files: Sequence[MappedBytes]) -> None:
         self._files = tuple(files)
-        self._mapped = tuple(mapped for file in files for mapped in file.mapped)
+        self._mapped = FileSet([mapped for file in files for mapped in file.mapped])
 
     def check(self) -> None:
         """Check like `MappedBytes.check`."""
-        if not all_unchanged(self._mapped, STATUS_AGE_MS):
+        if not self._mapped.is_unchanged(STATUS_AGE_MS):
             self.verify()
 
     def verify(self) -> None:

@@ -358,7 +358,7 @@ def _open_corpora(run: RunContext) -> tuple[dict[str, IndexedDataset], DataRecor
     with run.topology.agreed():
         if reads_data(run.topology, run.samples):
             cache_bytes = run.config.data.data_cache_bytes
-            opened = open_corpora(run.sources, cache_bytes)
+            opened = open_corpora(run.sources, cache_bytes, not run.samples.are_windows)
             if cache_bytes != CACHE_BYTES and not any(corpus.is_remote for corpus in opened.values()):
                 log.warning("--data-cache-bytes has no effect: no corpus is in object storage")
             is_masked = run.config.data.sft

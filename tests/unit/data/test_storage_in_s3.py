@@ -164,6 +164,18 @@ def test_preprocessing_reads_objects(server: ObjectServer, tmp_path: Path, named
         preprocess(PreprocessJob(("s3://b/none.jsonl",), f"{tmp_path}/out", "byte"))
 
 
+def test_windows_fetch_no_index(server: ObjectServer, write_dataset: WriteDataset, tmp_path: Path) -> None:
+    """But for the sizes, and where the split begins and ends."""
+    list_shards([write_dataset([3] * 20_000, f"c{i}") for i in range(2)], str(tmp_path / "corpus"))
+    upload(server, tmp_path)
+    there = open_dataset("s3://b/corpus", checks_index=False)
+    split = WindowDataset(there, range(10_000, 30_000), None, 100, 1)
+    assert len(split) == (3 * 20_000 - 1) // 100
+    of_index = [each for each in server.requests if each.name.endswith(".idx") and each.method == "GET"]
+    assert sum(each.end - each.begin for each in of_index) < 10_000
+    assert there[30_001].tolist() == open_dataset(tmp_path / "corpus")[30_001].tolist()
+
+
 def test_stores_with_equal_urls_do_not_share_blocks(
     server: ObjectServer, write_dataset: WriteDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megalite.data._index_builder import permute
 from megalite.data.indexed_dataset import IndexedDataset
-from megalite.data.window_dataset import WindowDataset, permute, round_keys, shuffled_windows
+from megalite.data.window_dataset import WindowDataset, round_keys, shuffled_windows
 from megalite.utils.errors import UserError
 
 
