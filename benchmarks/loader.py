@@ -3,8 +3,9 @@
 
 python benchmarks/loader.py --seq-length 2048 --micro-batch-size 4
 
-Three ways to the same microbatches, in turns: samples in one C++ call a microbatch, samples one by one, and
-megatron-core's GPTDataset where it is installed, stacked into a batch; tensors of inputs and labels in all.
+Ways to the same microbatches, in turns: samples in one C++ call a microbatch, of the corpus in one file and
+in shards, samples one by one, and megatron-core's GPTDataset where it is installed, stacked into a batch;
+tensors of inputs and labels in all. Windows are other samples of the same two corpora.
 The thread is bound to one core, and reads in the order of training, at random places of the file.
 """
 
@@ -17,6 +18,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,9 +28,12 @@ import torch
 
 from megalite.data.batch.microbatch import Microbatch
 from megalite.data.batch_loader import read_microbatch
-from megalite.data.gpt_dataset import GPTDataset
+from megalite.data.dataset_merge import list_shards
+from megalite.data.gpt_dataset import Dataset, GPTDataset
 from megalite.data.indexed_dataset import IndexedDataset, IndexedWriter
 from megalite.data.samples import GPTSamples
+from megalite.data.sharded_dataset import open_dataset
+from megalite.data.window_dataset import WindowDataset
 
 SEED = 1234
 CPU = torch.device("cpu")
@@ -40,6 +45,20 @@ def write_corpus(prefix: str, num_tokens: int) -> None:
     lengths = rng.lognormal(6.2, 1.0, num_tokens // 800).astype(np.int32) + 1
     with IndexedWriter(prefix, "uint16") as writer:
         writer.add_documents(rng.integers(0, 50000, lengths.sum(), dtype=np.uint16), lengths)
+
+
+def write_shards(prefix: str, count: int) -> str:
+    """Write the corpus of a prefix again, in shards, and return the prefix of their list."""
+    source, names = IndexedDataset(prefix), []
+    for part in np.array_split(np.arange(len(source)), count):
+        names.append(f"{prefix}-{part[0]}")
+        with IndexedWriter(names[-1], source.dtype) as writer:
+            writer.add_documents(
+                source.read_tokens(source.first_token(part[0]), source.first_token(part[-1] + 1)),
+                source.sequence_lengths[part[0] : part[-1] + 1],
+            )
+    list_shards(names, f"{prefix}-list")
+    return f"{prefix}-list"
 
 
 def megatron_dataset(prefix: str, num_samples: int, seq_length: int) -> Any:
@@ -68,13 +87,21 @@ def megatron_dataset(prefix: str, num_samples: int, seq_length: int) -> Any:
         return gpt_dataset.GPTDataset(source, prefix, ids, num_samples, Split.train, config)
 
 
-def ways(prefix: str, num_samples: int, seq_length: int) -> dict[str, Callable[[np.ndarray], Any]]:
+def ways(
+    prefix: str, num_samples: int, seq_length: int, shards: int
+) -> dict[str, Callable[[np.ndarray], Any]]:
     """Return the loaders to compare: each takes sample numbers and returns inputs and labels."""
-    source = IndexedDataset(prefix)
-    dataset = GPTDataset(source, range(len(source)), num_samples, seq_length, SEED, vocab_size=50002)
+    sources = {"": IndexedDataset(prefix), f", {shards} shards": open_dataset(write_shards(prefix, shards))}
+    arguments = num_samples, seq_length, SEED, 50002
+    of_files = {
+        f"{kind}{name}": build(source, range(len(source)), *arguments)
+        for name, source in sources.items()
+        for kind, build in (("one C++ call", GPTDataset), ("windows", WindowDataset))
+    }
+    dataset = of_files["one C++ call"]
     theirs = megatron_dataset(prefix, num_samples, seq_length)
 
-    def gathered(samples: np.ndarray) -> Microbatch:
+    def gathered(dataset: Dataset, samples: np.ndarray) -> Microbatch:
         return read_microbatch(dataset, CPU, GPTSamples(0, seed=0), None, samples)
 
     def one_by_one(samples: np.ndarray) -> Microbatch:
@@ -86,7 +113,10 @@ def ways(prefix: str, num_samples: int, seq_length: int) -> dict[str, Callable[[
         tokens, labels = (torch.stack([item[name] for item in items]) for name in ("tokens", "labels"))
         return Microbatch(tokens, labels, torch.from_numpy(samples))
 
-    mine: dict[str, Callable[[np.ndarray], Any]] = {"one C++ call": gathered, "one by one": one_by_one}
+    mine: dict[str, Callable[[np.ndarray], Any]] = {
+        name: partial(gathered, each) for name, each in of_files.items()
+    }
+    mine["one by one"] = one_by_one
     return mine if theirs is None else {**mine, "megatron-core": megatron}
 
 
@@ -105,6 +135,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seq-length", type=int, default=2048)
     parser.add_argument("--micro-batch-size", type=int, default=4)
     parser.add_argument("--samples", type=int, default=4096, help="read in each turn")
+    parser.add_argument("--shards", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=3)
     return parser.parse_args(arguments)
 
@@ -118,9 +149,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         prefix = str(Path(folder) / "corpus")
         write_corpus(prefix, given.tokens)
-        readers = ways(prefix, given.samples, given.seq_length)
-        first = [read(np.arange(given.micro_batch_size)) for read in readers.values()]
-        assert all(torch.equal(each.labels, first[0].labels) for each in first)
+        readers = ways(prefix, given.samples, given.seq_length, given.shards)
+        first = {name: read(np.arange(given.micro_batch_size)).labels for name, read in readers.items()}
+        for name, labels in first.items():
+            assert torch.equal(labels, first["windows" if name.startswith("windows") else "one C++ call"])
         rates: dict[str, list[float]] = {name: [] for name in readers}
         for _ in range(given.repeats + 1):  # the first turn warms the page cache
             for name, read in readers.items():

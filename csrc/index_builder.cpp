@@ -8,9 +8,12 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -22,10 +25,11 @@
 #include "legacy_random.h"
 #include "mapped_file.h"
 #include "new_array.h"
+#include "permutation.h"
 #include "progress.h"
-#include "sample_gather.h"
 #include "sample_index.h"
 #include "sentence_samples.h"
+#include "token_source.h"
 
 namespace py = pybind11;
 
@@ -141,44 +145,82 @@ void fill_shuffled(LegacyRandom& random, py::array& out, std::int64_t start, std
     fill_shuffled_as<std::uint32_t>(random, out, start, stop, progress);
 }
 
-template <typename Token>
-std::pair<std::int64_t, std::int64_t> gather_as(const SampleSource& source, const IntegerView& rows,
-                                                std::int64_t width, std::int64_t* out) {
+using Extremes = std::pair<std::int64_t, std::int64_t>;  // the smallest and the largest token
+
+// Calls read(reader, i, row) for each row of out, with a reader of the source's type, without the GIL.
+template <typename Token, typename Read>
+Extremes read_rows(const TokenSource& source, std::int64_t num_rows, std::int64_t width, std::int64_t* out,
+                   const Read& read) {
   py::gil_scoped_release release;
   TokenReader<Token> reader(source);
-  for (std::int64_t i = 0; i < rows.size(); ++i) reader.read_sample(rows[i], width, out + i * width);
+  for (std::int64_t i = 0; i < num_rows; ++i) read(reader, i, out + i * width);
   return reader.range();
 }
 
-std::pair<std::int64_t, std::int64_t> gather_samples(const py::array& tokens, const py::array& sequence_offsets,
-                                                     const py::array& sequence_lengths,
-                                                     const py::array& document_index,
-                                                     const py::array& sample_index, const py::array& rows,
-                                                     py::array_t<std::int64_t>& out) {
-  const IntegerView row_view(rows, "rows");
-  const SampleSource source{static_cast<const char*>(tokens.data()),
-                            tokens.size(),
-                            tokens.itemsize(),
-                            IntegerView(sequence_offsets, "sequence_offsets"),
-                            IntegerView(sequence_lengths, "sequence_lengths"),
-                            IntegerView(document_index, "document_index"),
-                            IntegerView(sample_index, "sample_index")};
-  if (tokens.ndim() != 1 || !(tokens.flags() & py::array::c_style) || tokens.dtype().byteorder() == '>')
-    throw std::invalid_argument("tokens must be a contiguous 1-d array");
-  if (source.offsets.size() != source.lengths.size())
-    throw std::invalid_argument("sequence_offsets and sequence_lengths must be of one size");
-  if (out.ndim() != 2 || out.shape(0) != row_view.size() || !(out.flags() & py::array::c_style))
+template <typename Read>
+Extremes fill_rows(const TokenSource& source, std::int64_t num_rows, py::array_t<std::int64_t>& out, const Read& read) {
+  if (out.ndim() != 2 || out.shape(0) != num_rows || !(out.flags() & py::array::c_style))
     throw std::invalid_argument("out must be a contiguous array of one row a sample");
   const std::int64_t width = out.shape(1);
   std::int64_t* data = out.mutable_data();
-  const char kind = tokens.dtype().kind();
-  if (kind == 'i' && source.itemsize == 1) return gather_as<std::int8_t>(source, row_view, width, data);
-  if (kind == 'i' && source.itemsize == 2) return gather_as<std::int16_t>(source, row_view, width, data);
-  if (kind == 'i' && source.itemsize == 4) return gather_as<std::int32_t>(source, row_view, width, data);
-  if (kind == 'i' && source.itemsize == 8) return gather_as<std::int64_t>(source, row_view, width, data);
-  if (kind == 'u' && source.itemsize == 1) return gather_as<std::uint8_t>(source, row_view, width, data);
-  if (kind == 'u' && source.itemsize == 2) return gather_as<std::uint16_t>(source, row_view, width, data);
+  const bool is_signed = source.kind() == 'i', is_unsigned = source.kind() == 'u';
+  switch (source.itemsize()) {
+    case 1:
+      if (is_signed) return read_rows<std::int8_t>(source, num_rows, width, data, read);
+      if (is_unsigned) return read_rows<std::uint8_t>(source, num_rows, width, data, read);
+      break;
+    case 2:
+      if (is_signed) return read_rows<std::int16_t>(source, num_rows, width, data, read);
+      if (is_unsigned) return read_rows<std::uint16_t>(source, num_rows, width, data, read);
+      break;
+    case 4:
+      if (is_signed) return read_rows<std::int32_t>(source, num_rows, width, data, read);
+      break;
+    case 8:
+      if (is_signed) return read_rows<std::int64_t>(source, num_rows, width, data, read);
+      break;
+  }
   throw std::invalid_argument("tokens must be of a type that an indexed dataset holds");
+}
+
+Extremes gather_samples(const TokenSource& source, const py::array& document_index, const py::array& sample_index,
+                        const py::array& rows, py::array_t<std::int64_t>& out) {
+  const IntegerView documents(document_index, "document_index"), samples(sample_index, "sample_index");
+  const IntegerView row(rows, "rows");
+  const std::int64_t width = out.ndim() == 2 ? out.shape(1) : 0;
+  return fill_rows(source, row.size(), out, [&](auto& reader, std::int64_t i, std::int64_t* to) {
+    reader.read_sample(documents, samples, row[i], width, to);
+  });
+}
+
+Extremes gather_spans(const TokenSource& source, const py::array& begins, py::array_t<std::int64_t>& out) {
+  const IntegerView begin(begins, "begins");
+  const std::int64_t width = out.ndim() == 2 ? out.shape(1) : 0;
+  return fill_rows(source, begin.size(), out, [&](auto& reader, std::int64_t i, std::int64_t* to) {
+    reader.read_span(begin[i], width, to);
+  });
+}
+
+// Walks sequences that must be back to back from byte `end` on. Returns the number of the first that is not, or of all,
+// and the byte where the one before it ends.
+std::pair<std::int64_t, std::int64_t> check_sequences(const py::array& lengths, const py::array& offsets,
+                                                      std::int64_t itemsize, std::int64_t end) {
+  const IntegerView length(lengths, "lengths"), offset(offsets, "offsets");
+  if (length.size() != offset.size()) throw std::invalid_argument("lengths and offsets must be of one size");
+  py::gil_scoped_release release;
+  std::int64_t i = 0;
+  for (std::int64_t size; i < length.size() && length[i] >= 0 && offset[i] == end; ++i)
+    if (__builtin_mul_overflow(length[i], itemsize, &size) || __builtin_add_overflow(end, size, &end))
+      throw std::overflow_error("the sequences are too long");
+  return {i, end};
+}
+
+bool is_ascending(const py::array& values) {
+  const IntegerView value(values, "values");
+  py::gil_scoped_release release;
+  for (std::int64_t i = 1; i < value.size(); ++i)
+    if (value[i] < value[i - 1]) return false;
+  return true;
 }
 
 // The bytes of a mapped file, which stays mapped during the array's lifetime.
@@ -189,9 +231,38 @@ py::array_t<std::uint8_t> array_of(const py::object& self) {
   return bytes;
 }
 
-bool all_unchanged(const std::vector<MappedFile*>& files, std::int64_t max_age_ms) {
-  return std::all_of(files.begin(), files.end(),
-                     [&](MappedFile* file) { return file->change(max_age_ms, false) == FileChange::kNone; });
+// Files that are read together. A call for each file and batch would take longer than reading the batch.
+class FileSet {
+ public:
+  explicit FileSet(std::vector<std::shared_ptr<MappedFile>> files) : files_(std::move(files)) {}
+
+  // Returns whether all files are unchanged. Their status is read unless a call did this at most max_age_ms ago.
+  bool is_unchanged(std::int64_t max_age_ms) {
+    const std::int64_t now = std::chrono::duration_cast<std::chrono::milliseconds>(
+                                 std::chrono::steady_clock::now().time_since_epoch())
+                                 .count();
+    const std::int64_t num_lost = MappedRanges::num_lost.load();
+    if (now - seen_at_.load() < max_age_ms && num_lost == num_lost_.load()) return true;
+    for (const auto& file : files_)
+      if (file->change(max_age_ms, false) != FileChange::kNone) return false;
+    num_lost_ = num_lost;
+    seen_at_ = now;
+    return true;
+  }
+
+ private:
+  std::vector<std::shared_ptr<MappedFile>> files_;
+  std::atomic<std::int64_t> seen_at_{std::numeric_limits<std::int64_t>::min() / 2}, num_lost_{0};
+};
+
+py::array_t<std::int64_t> permute(const py::array& numbers, std::int64_t size, std::vector<std::uint64_t> keys) {
+  const IntegerView number(numbers, "numbers");
+  const Permutation permutation(size, std::move(keys));
+  py::array_t<std::int64_t> images(number.size());
+  std::int64_t* data = images.mutable_data();
+  py::gil_scoped_release release;
+  for (std::int64_t i = 0; i < number.size(); ++i) data[i] = permutation(number[i]);
+  return images;
 }
 
 }  // namespace
@@ -215,11 +286,19 @@ PYBIND11_MODULE(_index_builder, module) {
              py::arg("progress") = py::none(), py::arg("owed") = std::vector<double>(),
              "For each sample of a blend its dataset (int16) and its number in that dataset (int64); counts samples. "
              "owed: how many samples each dataset is behind its share at the start.");
-  module.def("gather_samples", &gather_samples, py::arg("tokens"), py::arg("sequence_offsets"),
-             py::arg("sequence_lengths"), py::arg("document_index"), py::arg("sample_index"), py::arg("rows"),
-             py::arg("out").noconvert(),
-             "Copies the samples of the given rows of sample_index, flattened, into out [b, width]; returns the "
-             "smallest and the largest token.");
+  py::class_<TokenSource>(module, "TokenSource", "The tokens of a corpus, in the mapped files of one or several parts.")
+      .def(py::init<std::vector<TokenSource::Arrays>>(), py::arg("parts"),
+           "parts: of each, in order, the tokens and the sequences' offsets in bytes and lengths.")
+      .def("gather_samples", &gather_samples, py::arg("document_index"), py::arg("sample_index"), py::arg("rows"),
+           py::arg("out").noconvert(),
+           "Copies the samples of the given rows of sample_index, flattened, into out [b, width]; returns the smallest "
+           "and the largest token.")
+      .def("gather_spans", &gather_spans, py::arg("begins"), py::arg("out").noconvert(),
+           "Copies the tokens from each begin on into out [b, width]; returns the smallest and the largest token.");
+  module.def("check_sequences", &check_sequences, py::arg("lengths"), py::arg("offsets"), py::arg("itemsize"),
+             py::arg("end"),
+             "The number of sequences that are back to back from byte `end` on, and the byte where they end.");
+  module.def("is_ascending", &is_ascending, py::arg("values"), "Whether no value is smaller than the one before it.");
   module.def("empty_bytes", [](std::size_t size) { return new_array<std::uint8_t>({static_cast<py::ssize_t>(size)}); },
              py::arg("size"), "An array of bytes of no particular values, quick to fill for the first time.");
   py::enum_<FileChange>(module, "FileChange", "What happened to a mapped file since it was opened.")
@@ -228,17 +307,22 @@ PYBIND11_MODULE(_index_builder, module) {
       .value("longer", FileChange::kLonger)
       .value("modified", FileChange::kModified, "It was written to, or touched.")
       .value("rewritten", FileChange::kRewritten, "It was written to, and its modification time was set back.");
-  py::class_<MappedFile>(module, "MappedFile", "A file's bytes in memory, which can be read after the file was cut.")
+  py::class_<MappedFile, std::shared_ptr<MappedFile>>(module, "MappedFile", "A file's bytes in memory, which can be read after the file was cut.")
       .def(py::init<std::string, bool, bool>(), py::arg("path"), py::arg("writable") = false,
            py::arg("is_shared") = false)
+      .def("release", &MappedFile::release, "Gives back the memory of the pages read so far; reading maps them again.")
       .def("array", &array_of, "All bytes, uint8; read-only unless the file was opened to be written.")
       .def("change", &MappedFile::change, py::arg("max_age_ms") = 0, py::arg("asks_server") = false,
            py::call_guard<py::gil_scoped_release>(),
            "What happened to the file; of one that is_shared, only that it became shorter. Its status is looked at "
            "unless that was done less than max_age_ms ago; a client of NFS relies on an old one unless it asks_server.");
-  module.def("all_unchanged", &all_unchanged, py::arg("files"), py::arg("max_age_ms"),
-             py::call_guard<py::gil_scoped_release>(),
-             "Whether all that was read so far of these MappedFiles is what they held when they were opened, as `change`.");
+  py::class_<FileSet>(module, "FileSet", "MappedFiles that are read together.")
+      .def(py::init<std::vector<std::shared_ptr<MappedFile>>>(), py::arg("files"))
+      .def("is_unchanged", &FileSet::is_unchanged, py::arg("max_age_ms"), py::call_guard<py::gil_scoped_release>(),
+           "Whether all that was read so far is what the files held when they were opened, as `change`.");
+  module.def("permute", &permute, py::arg("numbers"), py::arg("size"), py::arg("keys"),
+             "The images of numbers below size under the permutation of [0, size) with the keys of these rounds: a "
+             "Feistel network with cycle walking.");
   py::class_<LegacyRandom>(module, "LegacyRandom", "numpy.random.RandomState(seed), as far as it shuffles.")
       .def(py::init<std::int64_t>(), py::arg("seed"))
       .def("fill_shuffled", &fill_shuffled, py::arg("out").noconvert(), py::arg("start"), py::arg("stop"),

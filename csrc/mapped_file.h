@@ -61,6 +61,9 @@ class MappedRanges {
     return range;
   }
 
+  // Number of mappings that became lost so far.
+  static inline std::atomic<std::int64_t> num_lost{0};
+
   static void remove(Range* range) { range->begin = nullptr; }
 
  private:
@@ -100,6 +103,7 @@ class MappedRanges {
       const std::size_t size = range->size.load();
       if (begin == nullptr || address < begin || address >= begin + size) continue;
       range->is_lost = true;
+      num_lost.fetch_add(1);
       const void* zeros =
           mmap(begin, size, range->protection, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0);
       if (zeros == MAP_FAILED) break;
@@ -141,6 +145,11 @@ class MappedFile {
   char* data() const { return data_; }
   std::size_t size() const { return size_; }
   bool is_writable() const { return is_writable_; }
+
+  // Removes all pages from this process; they stay in the page cache, and reading maps them again.
+  void release() {
+    if (range_ != nullptr) madvise(data_, size_, MADV_DONTNEED);
+  }
 
   // Returns what happened to the file since it was opened: reads may have returned other data. The file's status is
   // read unless this was done at most max_age_ms ago. An NFS client may cache a status for a minute. With asks_server,

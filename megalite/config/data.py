@@ -11,6 +11,7 @@ from megalite.config.option import (
     LOCAL_PATH,
     POSITIVE,
     SHARE,
+    AnyOf,
     Conflicts,
     OnResume,
     Range,
@@ -99,6 +100,11 @@ DOCUMENT_OPTIONS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss
 """Options that act at the end of a document."""
 _READS_CORPUS = Setting("mock_data", (False,), "--mock-data does not read a corpus")
 _NO_PHASES = Setting("data_phases", (None,), "--data-phases always reads windows")
+_READS_WINDOWS = AnyOf(
+    ("data_phases", "sample_order"),
+    "samples are not windows: pass --sample-order windows",
+    lambda value: value not in ("megatron", None),
+)
 _CORPUS: dict[str, Any] = {"on_resume": OnResume.CORPUS, "only_with": _READS_CORPUS}
 _OWN_SETS = Setting(
     "valid_weighted_split_paths", ((),), "--valid-weighted-split-paths names validation sets of its own"
@@ -159,6 +165,9 @@ class DataConfig:
     sample_order: Literal["megatron", "windows"] = option("megatron", only_with=(_READS_CORPUS, _NO_PHASES))
     """Order of GPT samples. megatron: documents and all epochs are shuffled together; windows: each epoch by
     itself, of the corpus as it lies, without an index."""
+    shuffle_block: int | None = option(None, only_with=(_READS_CORPUS, _READS_WINDOWS), allowed=POSITIVE)
+    """Windows: number of neighbours that are shuffled as one and fetched together from object storage. By
+    default 64 if a corpus is there, else 1."""
     data_cache_path: str | None = option(
         None, on_resume=OnResume.FREE, only_with=_READS_CORPUS, differs_between_ranks=True, allowed=LOCAL_PATH
     )

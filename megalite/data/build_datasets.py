@@ -179,11 +179,14 @@ def build_from_corpora(
     return DatasetSplits(own["train"], own["valid"], own["test"], tuple(named))
 
 
-def open_corpora(sources: Sources, cache_bytes: int = CACHE_BYTES) -> dict[str, IndexedDataset]:
+def open_corpora(
+    sources: Sources, cache_bytes: int = CACHE_BYTES, checks_index: bool = True
+) -> dict[str, IndexedDataset]:
     """Open and check every corpus once, and return them by prefix.
 
     Args:
         cache_bytes: limit of the cache of files in object storage.
+        checks_index: see `IndexedDataset`.
 
     Raises:
         UserError: a file is missing or damaged, or a blend has too many corpora.
@@ -196,7 +199,7 @@ def open_corpora(sources: Sources, cache_bytes: int = CACHE_BYTES) -> dict[str, 
                 f"blended: merge some with {command_name('merge-datasets')}"
             )
     prefixes = dict.fromkeys(source.prefix for blend in blends for source in blend.sources)
-    return {prefix: open_dataset(prefix, cache_bytes) for prefix in prefixes}
+    return {prefix: open_dataset(prefix, cache_bytes, checks_index) for prefix in prefixes}
 
 
 def _warn_of_overlap(sources: Sources, used: set[str]) -> None:

@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -16,7 +17,8 @@ import numpy.typing as npt
 from megalite.data.blend import normalized, num_samples_to_build
 from megalite.data.corpus_sources import SPLIT_NAMES, Blend, Sources
 from megalite.data.gpt_dataset import EpochPlan, plan_epochs
-from megalite.data.indexed_dataset import Entries, IndexedDataset
+from megalite.data.index_arrays import Entries
+from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.loss_mask import LossMask
 from megalite.data.mixture import first_change, sources_read
 from megalite.utils.errors import few
@@ -24,6 +26,7 @@ from megalite.utils.errors import few
 _WHOLE_BYTES = 4 << 20
 _BLOCK_BYTES = 16 << 10
 """Index arrays up to the first size are hashed whole; of larger ones, as many bytes in spaced blocks."""
+_NUM_READERS = 16
 _NUM_SAMPLED_SEQUENCES = 8
 _NUM_SAMPLED_TOKENS = 1024
 _MAX_SHOWN = 5
@@ -55,6 +58,7 @@ class CorpusIdentity:
         for array in (corpus.sequence_lengths, corpus.sequence_offsets, corpus.document_index):
             for block in _sampled(array):
                 index.update(block.data)
+            corpus.release()
         tokens = None if corpus.is_remote else hashlib.sha256()
         if tokens is not None and len(corpus):
             for sequence in sorted(set(np.linspace(0, len(corpus) - 1, _NUM_SAMPLED_SEQUENCES, dtype=int))):
@@ -99,10 +103,14 @@ def _sampled(array: Entries) -> Iterator[npt.NDArray[np.uint8]]:
         yield array[:].view(np.uint8)
         return
     blocks = np.linspace(0, num_bytes - _BLOCK_BYTES, _WHOLE_BYTES // _BLOCK_BYTES, dtype=np.int64)
-    for begin in blocks.tolist():
+
+    def read(begin: int) -> npt.NDArray[np.uint8]:
         first = begin // size
-        raw = array[first : -(-(begin + _BLOCK_BYTES) // size)].view(np.uint8)
-        yield raw[begin - first * size :][:_BLOCK_BYTES]
+        raw: npt.NDArray[np.uint8] = array[first : -(-(begin + _BLOCK_BYTES) // size)].view(np.uint8)
+        return raw[begin - first * size :][:_BLOCK_BYTES]
+
+    with ThreadPoolExecutor(_NUM_READERS) as pool:  # in object storage, each block is a request
+        yield from pool.map(read, blocks.tolist())
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from megalite.data import _index_builder
+from megalite.data.index_arrays import Entries
 from megalite.data.index_cache import CacheKey, IndexCache, digest_of, reported_progress
-from megalite.data.indexed_dataset import Entries, IndexedDataset, blocks_of
+from megalite.data.indexed_dataset import IndexedDataset, blocks_of
 from megalite.data.storage import FilesInUse, MappedBytes
 from megalite.utils.errors import UserError
 
@@ -263,7 +264,7 @@ def split_tokens(indexed: IndexedDataset, sequences: range, seq_length: int, spl
     Raises:
         UserError: the sequences hold fewer tokens than one sample.
     """
-    num_tokens = count_tokens(indexed.sequence_lengths, sequences)
+    num_tokens = indexed.count_tokens(sequences)
     if num_tokens < seq_length + 1:
         raise UserError(
             f"the {split_name} split of {indexed.prefix} holds {num_tokens} tokens in {len(sequences)} "
@@ -313,7 +314,10 @@ class GPTDataset:
         except IndexError:  # the lengths were checked on opening
             indexed.check_files()
             raise
+        self._tokens = indexed.token_source()
         self._files = FilesInUse((*indexed.files, *self.index.files))
+        for file in (*indexed.files, *self.index.files):
+            file.release()
 
     def __len__(self) -> int:
         return len(self.index.shuffle_index)
@@ -334,8 +338,8 @@ class GPTDataset:
             if not 0 <= sample < len(self):
                 raise IndexError(f"sample {sample} of a dataset of {len(self)}")
         rows = self.index.shuffle_index[samples].astype(np.int64)  # the samples' numbers before shuffling
-        if self.indexed.is_mapped:
-            text, smallest, largest = self._read_mapped(rows)
+        if self._tokens is not None:
+            text, smallest, largest = self._read_mapped(self._tokens, rows)
         else:
             text = self._read_in_sequences(rows)
             smallest, largest = int(text.min()), int(text.max())
@@ -344,18 +348,14 @@ class GPTDataset:
             self._refuse_token(rows, self._vocab_size)
         return text
 
-    def _read_mapped(self, rows: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], int, int]:
+    def _read_mapped(
+        self, source: _index_builder.TokenSource, rows: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.int64], int, int]:
         """Return the samples of these rows, and their smallest and largest token."""
         text = np.empty((len(rows), self._seq_length + 1), np.int64)
         try:
-            smallest, largest = _index_builder.gather_samples(
-                self.indexed.tokens,
-                np.asarray(self.indexed.sequence_offsets),
-                np.asarray(self.indexed.sequence_lengths),
-                self.index.document_index,
-                self.index.sample_index.reshape(-1),
-                rows,
-                text,
+            smallest, largest = source.gather_samples(
+                self.index.document_index, self.index.sample_index.reshape(-1), rows, text
             )
         except IndexError as error:  # corpus and index were checked on opening, and matched
             self._files.verify()

@@ -193,7 +193,9 @@ def _map_array(path: Path, described: dict[str, Any]) -> tuple[npt.NDArray[Any],
     if header_bytes % dtype.itemsize:
         raise ValueError(f"{path.name} has {len(file.array)} bytes, not the size that it was written with")
     array = file.array[header_bytes:].view(dtype).reshape(shape)
-    if checksum(array) != described["crc32"]:
+    found = checksum(array)
+    file.release()
+    if found != described["crc32"]:
         raise ValueError(f"{path.name} does not match its checksum")
     return array, file
 

@@ -9,12 +9,28 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
-from megalite.data.storage import CACHE_BYTES, FileRange, MappedBytes, open_bytes, read_ranges
+from megalite.data._index_builder import TokenSource
+from megalite.data.index_arrays import (
+    BLOCK,
+    Entries,
+    FetchedArray,
+    IndexArrays,
+    check_index_documents,
+    check_index_sequences,
+)
+from megalite.data.storage import (
+    CACHE_BYTES,
+    FileRange,
+    MappedBytes,
+    fetch_ranges,
+    open_bytes,
+    read_ranges,
+)
 from megalite.utils.errors import UserError
 from megalite.utils.files import new_file, open_new
 from megalite.utils.object_store import is_remote
@@ -28,36 +44,13 @@ DTYPE_CODES: dict[int, str] = {
     1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64", 7: "float32", 8: "uint16",
 }  # fmt: skip
 
-_BLOCK = 1 << 20
-"""Number of sequences to check at a time, which bounds the memory of the checks."""
-
-
-class Entries(Protocol):
-    """Array of the entries of an index, in one file or in several."""
-
-    @property
-    def dtype(self) -> np.dtype[Any]: ...
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: Any, /) -> Any: ...
-
-    def __array__(self, *args: Any, **kwargs: Any) -> npt.NDArray[Any]: ...
-
-
-class _Index(NamedTuple):
-    dtype: np.dtype[Any]
-    lengths: npt.NDArray[np.int32]  # [N], in tokens
-    offsets: npt.NDArray[np.int64]  # [N], in bytes
-    document_index: npt.NDArray[np.int64]  # [D + 1], first sequence of each document, then N
-    file: MappedBytes
-
 
 class IndexedDataset:
     """Memory-mapped sequences of one corpus.
 
     Opening checks the whole index: the sequences must be back to back and fill the .bin, so no later access
-    can leave the file or read tokens from a wrong position.
+    can leave the file or read tokens from a wrong position. A reader of tokens by their position in the .bin
+    needs no index: without the check, opening takes the same time for any size.
     The arrays are unaligned views of the file. After reading from them or from `tokens`, call `check_files`:
     another process may have written to a file, or truncated it. For files in object storage, opening copies
     the index to this machine, and reading copies the bytes of the sequences.
@@ -81,19 +74,23 @@ class IndexedDataset:
     shards: tuple[IndexedDataset, ...]
     is_shuffled = False
 
-    def __init__(self, prefix: str | os.PathLike[str], cache_bytes: int = CACHE_BYTES) -> None:
-        """Open the files; `cache_bytes` is the limit of the cache of those in object storage."""
+    def __init__(
+        self, prefix: str | os.PathLike[str], cache_bytes: int = CACHE_BYTES, checks_index: bool = True
+    ) -> None:
+        """Open the files.
+
+        Args:
+            cache_bytes: limit of the cache of files in object storage.
+            checks_index: check the whole index; otherwise, only its sizes are checked, and in object storage
+                only the entries that are read are fetched.
+        """
         self.prefix = os.fspath(prefix)
         self.shards = (self,)
         idx_path, bin_path = f"{self.prefix}.idx", f"{self.prefix}.bin"
         self._bin = _open(bin_path, cache_bytes)
-        checked = _read_index(idx_path, cache_bytes)
-        _check_sequences(idx_path, bin_path, checked, len(self._bin.array))
-        _check_documents(idx_path, checked)
-        index = checked
-        if self.is_mapped:  # map it again: pages that the check has read then are no memory of this process
-            index = _read_index(idx_path)
-            checked.file.verify()
+        index = _read_index(idx_path, cache_bytes, is_whole=checks_index)
+        check_index_sequences(idx_path, bin_path, index, len(self._bin.array), checks_index)
+        check_index_documents(idx_path, index, checks_index)
         self.dtype, self.sequence_lengths, self.sequence_offsets, self.document_index, self._idx = index
         self._num_tokens = len(self._bin.array) // self.dtype.itemsize
 
@@ -118,6 +115,42 @@ class IndexedDataset:
         begin, length = int(self.sequence_offsets[sequence]), int(self.sequence_lengths[sequence])
         return 0, FileRange(self._bin, begin, begin + length * self.dtype.itemsize)
 
+    def first_token(self, sequence: int) -> int:
+        """Return the number of tokens before a sequence, or all for the number after the last sequence.
+
+        Raises:
+            UserError: the index is damaged, which opening has not checked.
+        """
+        if sequence == len(self):
+            return self.num_tokens
+        token = int(self.sequence_offsets[sequence]) // self.dtype.itemsize
+        if not 0 <= token <= self.num_tokens:
+            raise UserError(
+                f"the index of {self.prefix} is damaged: sequence {sequence} begins at token {token} of "
+                f"{self.num_tokens}; copy or preprocess it again"
+            )
+        return token
+
+    def count_tokens(self, sequences: range) -> int:
+        """Return the number of tokens in consecutive sequences."""
+        return self.first_token(sequences.stop) - self.first_token(sequences.start) if sequences else 0
+
+    def token_source(self) -> TokenSource | None:
+        """Return a reader of many samples or spans at a time; None if a file is in object storage."""
+        if self.is_remote:
+            return None
+        return TokenSource(
+            [
+                (shard.tokens, np.asarray(shard.sequence_offsets), np.asarray(shard.sequence_lengths))
+                for shard in self.shards
+            ]
+        )
+
+    def release(self) -> None:
+        """Take the pages that were read out of this process's memory; see `MappedBytes.release`."""
+        for file in self.files:
+            file.release()
+
     def read_tokens(self, first: int, end: int) -> npt.NDArray[Any]:
         """Return consecutive tokens of the corpus, across sequences."""
         return self.read_spans([(first, end)])[0]
@@ -129,6 +162,10 @@ class IndexedDataset:
         empty = np.empty(0, np.uint8)
         return [np.concatenate([empty, *islice(parts, len(each))]).view(self.dtype) for each in files]
 
+    def fetch(self, spans: Sequence[tuple[int, int]]) -> None:
+        """Fetch the tokens of each span, from first to end, if they are in a store and not in the cache."""
+        fetch_ranges([each for first, end in spans for each in self.ranges_of(first, end)])
+
     def ranges_of(self, first: int, end: int) -> list[FileRange]:
         """Return where consecutive tokens of the corpus are, in order."""
         size = self.dtype.itemsize
@@ -136,8 +173,8 @@ class IndexedDataset:
 
     def token_blocks(self) -> Iterator[npt.NDArray[Any]]:
         """Yield all tokens, a bounded number at a time."""
-        for first in range(0, self.num_tokens, _BLOCK):
-            yield self.read_tokens(first, min(first + _BLOCK, self.num_tokens))
+        for first in range(0, self.num_tokens, BLOCK):
+            yield self.read_tokens(first, min(first + BLOCK, self.num_tokens))
 
     @property
     def files(self) -> tuple[MappedBytes, ...]:
@@ -251,13 +288,14 @@ def sequence_lengths(prefix: str) -> npt.NDArray[np.int32] | None:
         open_bytes(path)
     except FileNotFoundError:
         return None
-    return _read_index(path).lengths
+    return np.asarray(_read_index(path).lengths)
 
 
-def _read_index(path: str, cache_bytes: int = CACHE_BYTES) -> _Index:
+def _read_index(path: str, cache_bytes: int = CACHE_BYTES, is_whole: bool = True) -> IndexArrays:
+    """Read an .idx; `is_whole` fetches all of it, and otherwise entries are fetched when they are read."""
     opened = _open(path, cache_bytes)
     raw = opened.array
-    opened.fetch(0, len(raw))
+    opened.fetch(0, len(raw) if is_whole else min(len(raw), HEADER.size))
     dtype, num_sequences, num_entries = _read_header(path, raw)
     expected = HEADER.size + 12 * num_sequences + 8 * num_entries
     with_modes = expected + num_sequences
@@ -267,58 +305,24 @@ def _read_index(path: str, cache_bytes: int = CACHE_BYTES) -> _Index:
             f"{path} {fault}: {num_sequences} sequences and {num_entries} document entries "
             f"take {expected} bytes, and the file has {len(raw)}; copy or preprocess it again"
         )
+    opened.fetch(expected, len(raw))
     if raw[expected:].any():
         raise UserError(
             f"{path} is a multimodal dataset: some of its sequences are not text; pass a dataset of text"
         )
     offsets_at = HEADER.size + 4 * num_sequences
-    return _Index(
-        dtype,
-        np.frombuffer(raw, "<i4", num_sequences, HEADER.size),
-        np.frombuffer(raw, "<i8", num_sequences, offsets_at),
-        np.frombuffer(raw, "<i8", num_entries, offsets_at + 8 * num_sequences),
-        opened,
+    places = (
+        ("<i4", num_sequences, HEADER.size),
+        ("<i8", num_sequences, offsets_at),
+        ("<i8", num_entries, offsets_at + 8 * num_sequences),
     )
-
-
-def _check_sequences(idx_path: str, bin_path: str, index: _Index, num_bytes: int) -> None:
-    """Check that the sequences are back to back from the first to the last byte of the .bin.
-
-    Every writer of the format places them like this. The check finds every wrong offset: one flipped bit in
-    a length or an offset contradicts the neighbouring sequence.
-    """
-    itemsize, end = index.dtype.itemsize, 0
-    for first in range(0, len(index.lengths), _BLOCK):
-        sizes = index.lengths[first : first + _BLOCK].astype(np.int64)
-        sizes *= itemsize
-        ends = np.cumsum(sizes)
-        ends += end
-        starts = ends - sizes
-        bad = (sizes < 0) | (starts != index.offsets[first : first + _BLOCK])
-        if bad.any():
-            i = int(bad.argmax())
-            raise UserError(
-                f"{idx_path} is damaged: sequence {first + i} has {sizes[i] // itemsize} tokens of "
-                f"{itemsize} bytes at byte {index.offsets[first + i]} of {bin_path}, and the one before it "
-                f"ends at byte {starts[i]}: sequences must be back to back; copy or preprocess it again"
-            )
-        end = int(ends[-1])
-    if end != num_bytes:
-        raise UserError(
-            f"{bin_path} has {num_bytes} bytes, but {idx_path} lists {end // itemsize} tokens of {itemsize} "
-            f"bytes, {end} in all: one of the two is truncated or belongs to another dataset; "
-            "copy or preprocess them again"
-        )
-
-
-def _check_documents(path: str, index: _Index) -> None:
-    documents, num_sequences = index.document_index, len(index.lengths)
-    whole = len(documents) > 0 and documents[0] == 0 and documents[-1] == num_sequences
-    if not whole or bool((documents[1:] < documents[:-1]).any()):
-        raise UserError(
-            f"{path} is damaged: its document index does not ascend from 0 to {num_sequences}; "
-            "copy or preprocess it again"
-        )
+    arrays: list[Entries] = [np.frombuffer(raw, *place) for place in places]
+    if not is_whole and is_remote(path):
+        arrays = [
+            FetchedArray(opened, np.asarray(array), at)
+            for array, (_, _, at) in zip(arrays, places, strict=True)
+        ]
+    return IndexArrays(dtype, arrays[0], arrays[1], arrays[2], opened)
 
 
 _SMALL_VOCAB_SIZE = 65500
@@ -454,8 +458,8 @@ def write_index(
 def blocks_of(values: Entries, part: range | None = None) -> Iterator[npt.NDArray[Any]]:
     """Yield the values of a mapped array, or of a part of it, a bounded number at a time."""
     part = range(len(values)) if part is None else part
-    for first in range(part.start, part.stop, _BLOCK):
-        yield values[first : min(first + _BLOCK, part.stop)]
+    for first in range(part.start, part.stop, BLOCK):
+        yield values[first : min(first + BLOCK, part.stop)]
 
 
 def replace_dataset(prefix: str, files: Mapping[str, str]) -> None:

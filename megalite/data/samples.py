@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megalite.data.batch.microbatch import Microbatch
-from megalite.data.gpt_dataset import Dataset, GPTDataset, count_tokens, gather
+from megalite.data.gpt_dataset import Dataset, GPTDataset, gather
 from megalite.data.index_cache import IndexCache
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.window_dataset import WindowDataset
@@ -134,7 +134,7 @@ class Samples:
 
     def num_tokens(self, corpus: IndexedDataset, sequences: range) -> int:
         """Return the tokens of one epoch of some sequences: about `seq_length` for each sample."""
-        return count_tokens(corpus.sequence_lengths, sequences)
+        return corpus.count_tokens(sequences)
 
     def dataset(
         self,
@@ -172,6 +172,7 @@ class GPTSamples(Samples):
         seed: seed of the order, the same for all datasets and splits.
         vocab_size: reading a sample with a token id beyond it raises.
         ends: finds the documents in samples; corpora that do not mark document ends are then refused.
+        shuffle_block: see `WindowDataset`.
     """
 
     seq_length: int
@@ -179,6 +180,7 @@ class GPTSamples(Samples):
     vocab_size: int | None = None
     ends: DocumentEnds | None = None
     are_windows: bool = False
+    shuffle_block: int = 1
 
     are_masked = False  # --eod-mask-loss counts tokens while the batch runs
 
@@ -200,7 +202,8 @@ class GPTSamples(Samples):
     ) -> GPTDataset | WindowDataset:
         seq_length, seed, vocab_size = self.seq_length, self.seed, self.vocab_size
         if self.are_windows:
-            return WindowDataset(corpus, sequences, num_samples, seq_length, seed, vocab_size, split_name)
+            order = seed, vocab_size, split_name, self.shuffle_block
+            return WindowDataset(corpus, sequences, num_samples, seq_length, *order)
         return GPTDataset(corpus, sequences, num_samples, seq_length, seed, vocab_size, split_name, cache)
 
     def mock(self, num_samples: int, split: int) -> Dataset:

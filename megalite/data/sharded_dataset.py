@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megalite.data.indexed_dataset import DTYPE_CODES, Entries, IndexedDataset, blocks_of, sequence_lengths
+from megalite.data.index_arrays import Entries, FetchedArray
+from megalite.data.indexed_dataset import DTYPE_CODES, IndexedDataset, blocks_of, sequence_lengths
 from megalite.data.storage import CACHE_BYTES, FileRange, MappedBytes, exists, open_bytes, read_small
 from megalite.utils.errors import UserError
 from megalite.utils.files import parse_json
@@ -83,17 +84,20 @@ def is_sharded(prefix: str) -> bool:
     return prefix.endswith(LIST_SUFFIX) or (not exists(f"{prefix}.idx") and exists(list_path(prefix)))
 
 
-def open_dataset(prefix: str | os.PathLike[str], cache_bytes: int = CACHE_BYTES) -> IndexedDataset:
+def open_dataset(
+    prefix: str | os.PathLike[str], cache_bytes: int = CACHE_BYTES, checks_index: bool = True
+) -> IndexedDataset:
     """Open the corpus of a prefix: a .bin and an .idx, or a list of shards.
 
     Args:
         cache_bytes: limit of the cache of files in object storage.
+        checks_index: see `IndexedDataset`.
 
     Raises:
         UserError: see `IndexedDataset` and `ShardedDataset`.
     """
     path = os.fspath(prefix)
-    return (ShardedDataset if is_sharded(path) else IndexedDataset)(path, cache_bytes)
+    return (ShardedDataset if is_sharded(path) else IndexedDataset)(path, cache_bytes, checks_index)
 
 
 def corpus_lengths(prefix: str) -> npt.NDArray[np.int32] | None:
@@ -147,12 +151,18 @@ class JoinedArray:
     Args:
         parts: one-dimensional arrays of one dtype.
         shifts: numbers to add to the values of each part; None to add nothing.
+        sizes: numbers of values to take of each part; None for all.
     """
 
-    def __init__(self, parts: Sequence[npt.NDArray[Any]], shifts: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        parts: Sequence[Entries],
+        shifts: Sequence[int] | None = None,
+        sizes: Sequence[int] | None = None,
+    ) -> None:
         self._parts = parts
         self._shifts = [0] * len(parts) if shifts is None else shifts
-        self._starts = np.cumsum([0, *map(len, parts)])
+        self._starts = np.cumsum([0, *(map(len, parts) if sizes is None else sizes)])
         self.dtype = parts[0].dtype
 
     def __len__(self) -> int:
@@ -171,7 +181,8 @@ class JoinedArray:
         part = int(np.searchsorted(self._starts, first, side="right")) - 1
         while end < len(result):
             at = first + end - int(self._starts[part])
-            values = self._parts[part][at : at + len(result) - end]
+            size = int(self._starts[part + 1] - self._starts[part])
+            values = self._parts[part][at : min(at + len(result) - end, size)]
             np.add(values, self._shifts[part], out=result[end : end + len(values)])
             end, part = end + len(values), part + 1
         return result
@@ -205,8 +216,8 @@ def checksums_of(shard: IndexedDataset) -> tuple[npt.NDArray[np.uint32], str]:
 class ShardedDataset(IndexedDataset):
     """Corpus of several shards, read as one.
 
-    Opening checks each shard against the list and its whole index. The indices stay in the shards' files,
-    which all processes of a machine share: a shard is found by a binary search.
+    Opening checks each shard against the list and its whole index, or only its sizes. The indices stay in the
+    shards' files, which all processes of a machine share: a shard is found by a binary search.
 
     Attributes:
         prefix: prefix of the list, as the user wrote it.
@@ -216,12 +227,12 @@ class ShardedDataset(IndexedDataset):
         UserError: the list or a shard is missing or damaged, or a shard is not the one that was listed.
     """
 
-    def __init__(self, prefix: str, cache_bytes: int = CACHE_BYTES) -> None:
+    def __init__(self, prefix: str, cache_bytes: int = CACHE_BYTES, checks_index: bool = True) -> None:
         self.prefix = prefix
         listed = read_list(prefix)
         self.is_shuffled = listed.shuffle_seed is not None
         with ThreadPoolExecutor(_NUM_OPENERS) as pool:
-            opened = partial(_open_shard, prefix, listed.dtype, cache_bytes)
+            opened = partial(_open_shard, prefix, listed.dtype, cache_bytes, checks_index)
             shards = pool.map(opened, listed.shards)
             self.shards = tuple(shards)
         self.dtype = self.shards[0].dtype
@@ -229,15 +240,18 @@ class ShardedDataset(IndexedDataset):
         num_sequences = [len(shard) for shard in self.shards]
         self._first_sequences: list[int] = np.cumsum([0, *num_sequences]).tolist()
         self._first_tokens = np.cumsum([0, *(shard.num_tokens for shard in self.shards)])
-        self.sequence_lengths: Entries = JoinedArray([np.asarray(s.sequence_lengths) for s in self.shards])
+        self.sequence_lengths: Entries = JoinedArray([shard.sequence_lengths for shard in self.shards])
         self.sequence_offsets: Entries = JoinedArray(
-            [np.asarray(s.sequence_offsets) for s in self.shards], np.cumsum([0, *num_bytes[:-1]]).tolist()
+            [shard.sequence_offsets for shard in self.shards], np.cumsum([0, *num_bytes[:-1]]).tolist()
         )
-        indices = [np.asarray(shard.document_index) for shard in self.shards]
+        documents = [shard.document_index for shard in self.shards]
         self.document_index: Entries = JoinedArray(
-            [*(index[:-1] for index in indices), np.zeros(1, np.int64)], self._first_sequences
+            [*documents, np.zeros(1, np.int64)],
+            self._first_sequences,
+            [*(len(index) - 1 for index in documents), 1],
         )
-        self._checksums, self._checksum_file = _open_checksums(prefix, listed, len(self))
+        self._checksums, self._checksum_file = _open_checksums(prefix, listed, len(self), checks_index)
+        self.release()
 
     @property
     def files(self) -> tuple[MappedBytes, ...]:
@@ -284,17 +298,19 @@ class ShardedDataset(IndexedDataset):
         return before + self.shards[number].document_of(sequence - self._first_sequences[number])
 
 
-def _open_shard(prefix: str, dtype: str, cache_bytes: int, entry: ShardEntry) -> IndexedDataset:
+def _open_shard(
+    prefix: str, dtype: str, cache_bytes: int, checks_index: bool, entry: ShardEntry
+) -> IndexedDataset:
     """Open a shard, and check that it is the one that was listed, as far as its index and sizes tell."""
     path = list_path(prefix)
-    shard = IndexedDataset(shard_prefix(prefix, entry.name), cache_bytes)
+    shard = IndexedDataset(shard_prefix(prefix, entry.name), cache_bytes, checks_index)
     sizes = shard.num_documents, len(shard), shard.num_tokens, shard.dtype.name
     if sizes != (entry.documents, entry.sequences, entry.tokens, dtype):
         raise UserError(
             f"{shard.prefix} has {sizes[0]} documents and {sizes[2]} tokens ({sizes[3]}), and {path} lists "
             f"{entry.documents} and {entry.tokens} ({dtype}): restore the shard, or list the shards again"
         )
-    if shard.files[1].crc32() != entry.idx_crc32:
+    if checks_index and shard.files[1].crc32() != entry.idx_crc32:
         raise UserError(
             f"{shard.prefix}.idx is not the file that {path} lists: restore it, or list the shards again"
         )
@@ -302,14 +318,17 @@ def _open_shard(prefix: str, dtype: str, cache_bytes: int, entry: ShardEntry) ->
 
 
 def _open_checksums(
-    prefix: str, listed: ShardList, num_sequences: int
-) -> tuple[npt.NDArray[np.uint32], MappedBytes]:
+    prefix: str, listed: ShardList, num_sequences: int, checks_index: bool
+) -> tuple[Entries, MappedBytes]:
     path = f"{prefix.removesuffix(LIST_SUFFIX)}{CHECKSUM_SUFFIX}"
     try:
         file = open_bytes(path)
     except FileNotFoundError:
         raise UserError(f"{path} is missing: copy it, or list the shards again") from None
-    file.fetch(0, len(file.array))
-    if len(file.array) != 4 * num_sequences or file.crc32() != listed.checksums_crc32:
+    is_valid = len(file.array) == 4 * num_sequences
+    if is_valid and checks_index:
+        file.fetch(0, len(file.array))
+        is_valid = file.crc32() == listed.checksums_crc32
+    if not is_valid:
         raise UserError(f"{path} does not belong to {list_path(prefix)}: list the shards again")
-    return file.array.view("<u4"), file
+    return FetchedArray(file, file.array.view("<u4"), 0), file

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megalite.config import DataConfig
-from megalite.data._index_builder import FileChange, MappedFile, all_unchanged
+from megalite.data._index_builder import FileChange, FileSet, MappedFile
 from megalite.utils.errors import UserError
 from megalite.utils.files import check_owner, no_follow, open_shared
 from megalite.utils.object_store import is_remote, object_exists, open_object, read_object
@@ -107,8 +107,17 @@ class MappedBytes:
         self._name = self.local_path = path
 
     def crc32(self) -> int:
-        """Return the CRC-32 of all bytes, read through another mapping: they are not kept in memory."""
-        return zlib.crc32(MappedFile(os.fsencode(self.local_path)).array().data)
+        """Return the CRC-32 of all bytes."""
+        crc32 = 0
+        for first in range(0, len(self.array), _REGION_BYTES):
+            crc32 = zlib.crc32(self.array[first : first + _REGION_BYTES].data, crc32)
+            self.release()
+        return crc32
+
+    def release(self) -> None:
+        """Take the pages that were read out of this process's memory; reading maps them again."""
+        for mapped in self.mapped:
+            mapped.release()
 
     def fetch(self, begin: int, end: int) -> None:
         """Make bytes `begin` to `end` of the array valid; before this call they may be zeros."""
@@ -119,7 +128,7 @@ class MappedBytes:
         Raises:
             UserError: the file was changed or became unreadable while it was in use.
         """
-        if not all_unchanged(self.mapped, 0):
+        if any(mapped.change() != FileChange.none for mapped in self.mapped):
             self.verify()
 
     def verify(self) -> None:
@@ -161,11 +170,7 @@ def read_ranges(ranges: Sequence[FileRange]) -> list[npt.NDArray[np.uint8]]:
     parts: dict[int, npt.NDArray[np.uint8]] = {}
     damaged = set[int]()
     for _ in range(_MAX_ATTEMPTS):  # another process may remove what was fetched
-        wanted: dict[CachedBytes, list[tuple[int, int]]] = {}
-        for i, (file, begin, end, _) in enumerate(ranges):
-            if i not in parts and isinstance(file, CachedBytes):
-                wanted.setdefault(file, []).append((begin, end))
-        fetch_missing(wanted)
+        fetch_ranges([each for i, each in enumerate(ranges) if i not in parts])
         for i, (file, begin, end, crc32) in enumerate(ranges):
             if i in parts:
                 continue
@@ -185,6 +190,15 @@ def read_ranges(ranges: Sequence[FileRange]) -> list[npt.NDArray[np.uint8]]:
     raise UserError("the cache cannot hold the samples of one batch: raise --data-cache-bytes")
 
 
+def fetch_ranges(ranges: Sequence[FileRange]) -> None:
+    """Fetch what the cache lacks of ranges of files in a store, in one go; see `CachedBytes.fetch`."""
+    wanted: dict[CachedBytes, list[tuple[int, int]]] = {}
+    for file, begin, end, _ in ranges:
+        if isinstance(file, CachedBytes):
+            wanted.setdefault(file, []).append((begin, end))
+    fetch_missing(wanted)
+
+
 class FilesInUse:
     """Check of the files that a loader reads, after each batch, all in one call.
 
@@ -195,11 +209,11 @@ class FilesInUse:
 
     def __init__(self, files: Sequence[MappedBytes]) -> None:
         self._files = tuple(files)
-        self._mapped = tuple(mapped for file in files for mapped in file.mapped)
+        self._mapped = FileSet([mapped for file in files for mapped in file.mapped])
 
     def check(self) -> None:
         """Check like `MappedBytes.check`."""
-        if not all_unchanged(self._mapped, STATUS_AGE_MS):
+        if not self._mapped.is_unchanged(STATUS_AGE_MS):
             self.verify()
 
     def verify(self) -> None:
@@ -214,8 +228,8 @@ class CachedBytes(MappedBytes):
     The cache file is sparse and has the full size, so it can be mapped; all processes of a machine share it.
     A second file has one byte for each `GRANULE_BYTES`: 0 if they are absent, else a number that changes each
     time they are fetched. It is written after the bytes are on disk, so bytes that are marked are complete
-    even if the process or the machine is killed. The files' name is a digest of the URL and the store's
-    version of the object: a changed object is read anew.
+    even if the process or the machine is killed. The files' name is a digest of the store, the URL and the
+    store's version of the object: a changed object is read anew.
 
     The files stay for the next run. While all of them take more than the limit, or more than half of the
     available disk space (their own and free space), those that no process has open are removed, the least
@@ -235,7 +249,7 @@ class CachedBytes(MappedBytes):
         num_bytes = self._object.size
         self._folder = folder or Path(tempfile.gettempdir()) / f"megalite-blocks-{os.getuid()}"
         self._limit = limit
-        mark = f"{url}\n{num_bytes}\n{self._object.version}\n{GRANULE_BYTES}"
+        mark = f"{self._object.store}\n{url}\n{num_bytes}\n{self._object.version}\n{GRANULE_BYTES}"
         # Only a .bin is always read in ranges, so that regions of it may be removed while it is in use.
         ending = _RANGED if url.endswith(".bin") else ""
         name = self._folder / f"{hashlib.sha256(mark.encode()).hexdigest()[:32]}{ending}"

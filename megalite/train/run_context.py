@@ -39,6 +39,10 @@ from megalite.model.stage import StageProvider, check_model_provider
 from megalite.train.telemetry.timers import Timers
 from megalite.utils.errors import UserError, check_call, kind_of
 from megalite.utils.log import log
+from megalite.utils.object_store import is_remote
+
+REMOTE_SHUFFLE_BLOCK = 64
+"""Default of --shuffle-block for a corpus in object storage."""
 
 DatasetProvider = Callable[["RunContext"], DatasetSplits]
 """Builds the datasets of a run, on every rank."""
@@ -121,6 +125,7 @@ def resolve_run(
             tokenizer = configured_tokenizer(config.data, config.model.vocab_size)
         if has_corpora:
             sources = find_sources(config.data)
+            config = with_shuffle_block(config, sources)
         if tokenizer is not None:
             if topology.rank == 0:
                 blends = (blend for of_split in sources.values() for blend in of_split)
@@ -145,10 +150,9 @@ def gpt_samples(config: Config, tokenizer: Tokenizer | None) -> GPTSamples | Pac
     if config.data.sft or config.data.packs_documents:
         return packed_samples(config)
     ends = document_ends(config, tokenizer)
-    are_windows = config.data.reads_windows
-    return GPTSamples(
-        config.model.seq_length, config.training.seed, config.model.vocab_size, ends, are_windows
-    )
+    seq_length, seed, vocab_size = config.model.seq_length, config.training.seed, config.model.vocab_size
+    order = config.data.reads_windows, config.data.shuffle_block or 1
+    return GPTSamples(seq_length, seed, vocab_size, ends, *order)
 
 
 def packed_samples(config: Config) -> PackedSamples:
@@ -197,6 +201,15 @@ def document_ends(config: Config, tokenizer: Tokenizer | None) -> DocumentEnds |
         data.eod_mask_loss,
         on_every_stage=data.reset_attention_mask or (data.reset_position_ids and is_rotary),
     )
+
+
+def with_shuffle_block(config: Config, sources: Sources) -> Config:
+    """Fill in the number of windows that are shuffled as one, if samples are windows."""
+    if config.data.shuffle_block is not None or not config.data.reads_windows:
+        return config
+    prefixes = (source.prefix for blends in sources.values() for blend in blends for source in blend.sources)
+    block = REMOTE_SHUFFLE_BLOCK if any(map(is_remote, prefixes)) else 1
+    return replace(config, data=replace(config.data, shuffle_block=block))
 
 
 def with_vocab_size(config: Config, tokenizer: Tokenizer) -> Config:
@@ -345,7 +358,7 @@ def _open_corpora(run: RunContext) -> tuple[dict[str, IndexedDataset], DataRecor
     with run.topology.agreed():
         if reads_data(run.topology, run.samples):
             cache_bytes = run.config.data.data_cache_bytes
-            opened = open_corpora(run.sources, cache_bytes)
+            opened = open_corpora(run.sources, cache_bytes, not run.samples.are_windows)
             if cache_bytes != CACHE_BYTES and not any(corpus.is_remote for corpus in opened.values()):
                 log.warning("--data-cache-bytes has no effect: no corpus is in object storage")
             is_masked = run.config.data.sft

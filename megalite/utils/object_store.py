@@ -62,10 +62,12 @@ class StoredObject(Protocol):
     Attributes:
         size: in bytes.
         version: the store's identifier of this version.
+        store: what tells the store from others that have objects of the same URL.
     """
 
     size: int
     version: str
+    store: str
 
     def read(self, begin: int, end: int) -> bytes:
         """Return these bytes; `FileNotFoundError` if the object was removed, or is known to be another."""
@@ -180,6 +182,7 @@ class _FsspecObject:
     def __init__(self, url: str) -> None:
         self._url = url
         self._files, self._path = fsspec_store(url)
+        self.store = f"{_endpoint() if is_s3(url) else None} {self._files.storage_options}"
         with _named_errors(url):
             info = self._files.info(self._path)
         if info.get("type", "file") != "file":
@@ -211,6 +214,7 @@ class _ObstoreObject:
     def __init__(self, obstore: Any, url: str) -> None:
         self._url, self._obstore = url, obstore
         bucket, _, self._path = url.removeprefix("s3://").partition("/")
+        self.store = str(_endpoint())
         with _named_errors(url):
             self._store = obstore.store.S3Store(bucket, **_s3_options())
             found = self._call(obstore.head, self._store, self._path)

@@ -108,7 +108,18 @@ void gather(Input& input) {
   const py::array offsets = integers(input, 12), lengths = integers(input, 12), documents = integers(input, 24);
   const py::array samples = integers(input, 24), rows = integers(input, 4);
   py::array_t<std::int64_t> out(std::vector<py::ssize_t>{rows.size(), static_cast<py::ssize_t>(input.count(20))});
-  gather_samples(tokens, offsets, lengths, documents, samples, rows, out);
+  const TokenSource source({{tokens, offsets, lengths}, {tokens, offsets, lengths}});
+  if (input.byte() & 1)
+    gather_samples(source, documents, samples, rows, out);
+  else
+    gather_spans(source, rows, out);
+}
+
+void index_checks(Input& input) {
+  const py::array lengths = integers(input, 12), offsets = integers(input, 12);
+  const auto [number, end] = check_sequences(lengths, offsets, input.byte() % 9, 0);
+  require(number >= 0 && number <= lengths.size() && end >= 0);
+  is_ascending(offsets);
 }
 
 void blend(Input& input) {
@@ -158,7 +169,7 @@ extern "C" int LLVMFuzzerInitialize(int*, char***) {
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   Input input(data, size);
   try {
-    switch (input.byte() % 7) {
+    switch (input.byte() % 8) {
       case 0: sample_index(input); break;
       case 1: gather<std::uint16_t>(input); break;
       case 2: gather<std::int64_t>(input); break;
@@ -166,6 +177,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
       case 4: blend(input); break;
       case 5: shuffle(input); break;
       case 6: sample_index_by_threads(input); break;
+      case 7: index_checks(input); break;
     }
   } catch (const std::exception&) {  // refused by name, or out of memory
   }

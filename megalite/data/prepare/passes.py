@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megalite.data._index_builder import permute
 from megalite.data.indexed_dataset import IndexedWriter, replace_dataset, token_dtype
 from megalite.data.prepare.exchange import ExchangeWriter, read_blocks_for, read_records_for
 from megalite.data.prepare.fingerprints import band_keys, exact_keys
@@ -32,7 +33,7 @@ from megalite.data.preprocessing.encoder import batches
 from megalite.data.preprocessing.input_plan import InputPiece
 from megalite.data.tokenizers import IdArray
 from megalite.data.tokenizers.tokenizer import NullTokenizer, Tokenizer, special_ids
-from megalite.data.window_dataset import permute, round_keys
+from megalite.data.window_dataset import round_keys
 from megalite.utils.errors import UserError
 from megalite.utils.files import new_file, replace_file
 

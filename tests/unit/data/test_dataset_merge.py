@@ -40,7 +40,7 @@ def test_merged_bytes_are_those_of_one_writer(
     whole = write(tmp_path / "whole", [document for part in DOCUMENTS for document in part], dtype)
     for block in (1, 2, 1 << 20):
         monkeypatch.setattr(dataset_merge, "_BLOCK", block)
-        monkeypatch.setattr(indexed_dataset, "_BLOCK", block)
+        monkeypatch.setattr(indexed_dataset, "BLOCK", block)
         merged = merge_datasets(parts, str(tmp_path / "merged"), overwrite=True)
         for ending in (".bin", ".idx"):
             assert Path(f"{whole}{ending}").read_bytes() == (tmp_path / f"merged{ending}").read_bytes()

@@ -315,7 +315,35 @@ GATHER: dict[str, Any] = {
     ids=lambda change: " ".join(f"{name} {values.tolist()[:2]}" for name, values in change.items()),
 )
 def test_gather_refuses_hostile_arrays(change: dict[str, Any]) -> None:
-    assert _index_builder.gather_samples(**GATHER) == (0, 8)
+    def gather(tokens: Any, sequence_offsets: Any, sequence_lengths: Any, **rest: Any) -> tuple[int, int]:
+        return _index_builder.TokenSource([(tokens, sequence_offsets, sequence_lengths)]).gather_samples(
+            **rest
+        )
+
+    assert gather(**GATHER) == (0, 8)
     assert GATHER["out"].tolist() == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 0]]
     with pytest.raises((IndexError, ValueError)):
-        _index_builder.gather_samples(**{**GATHER, **change})
+        gather(**{**GATHER, **change})
+
+
+def test_spans_of_parts_are_those_of_the_joined_tokens() -> None:
+    lengths, tokens = (3, 0, 0, 1, 5, 0), np.arange(9, dtype=np.uint16)
+    ends = np.cumsum(lengths)
+    parts = [
+        (tokens[end - n : end], np.zeros(0, int), np.zeros(0, int))
+        for n, end in zip(lengths, ends, strict=True)
+    ]
+    source = _index_builder.TokenSource(parts)
+    for width in range(10):
+        out = np.empty((10 - width, width), np.int64)
+        source.gather_spans(np.arange(10 - width), out)
+        assert out.tolist() == [tokens[i : i + width].tolist() for i in range(10 - width)]
+        for outside in (-1, 10 - width):
+            with pytest.raises(IndexError):
+                source.gather_spans(np.array([outside]), np.empty((1, width), np.int64))
+
+
+def test_parts_of_a_corpus_are_of_one_type() -> None:
+    parts = [(np.zeros(1, dtype), np.zeros(0, int), np.zeros(0, int)) for dtype in ("uint16", "int32")]
+    with pytest.raises(ValueError, match="one type"):
+        _index_builder.TokenSource(parts)

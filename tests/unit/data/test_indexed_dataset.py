@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.data import indexed_dataset
+from megalite.data import index_arrays
 from megalite.data.indexed_dataset import IndexedDataset, IndexedWriter, token_dtype
 from megalite.utils.errors import UserError
 
@@ -115,6 +115,17 @@ def prefix(tmp_path: Path) -> str:
 HEADER, LENGTHS, OFFSETS, DOCUMENTS = 0, 34, 34 + 12, 34 + 12 + 24
 
 
+def test_damage_in_the_middle_is_found_where_it_is_read(prefix: str) -> None:
+    """Without the check of the index, which opens a corpus of any size in the same time."""
+    with open(f"{prefix}.idx", "r+b") as file:
+        file.seek(OFFSETS + 8)
+        file.write(struct.pack("<q", -2))
+    corpus = IndexedDataset(prefix, checks_index=False)
+    assert corpus.count_tokens(range(len(corpus))) == corpus.num_tokens
+    with pytest.raises(UserError, match=r"is damaged: sequence 1 begins at token -1 of"):
+        corpus.count_tokens(range(1, 2))
+
+
 @pytest.mark.parametrize(
     ("at", "data", "message"),
     [
@@ -155,7 +166,7 @@ def test_damaged_index_is_named(prefix: str, at: int, data: bytes, message: str)
 def test_one_flipped_bit_of_a_length_or_an_offset_is_refused(
     prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(indexed_dataset, "_BLOCK", 2)  # the last sequence is checked in a block of its own
+    monkeypatch.setattr(index_arrays, "BLOCK", 2)  # the last sequence is checked in a block of its own
     whole = Path(f"{prefix}.idx").read_bytes()
     for at in range(LENGTHS, DOCUMENTS):
         for bit in range(8):

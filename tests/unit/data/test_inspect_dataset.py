@@ -20,7 +20,7 @@ WriteDataset = Callable[..., str]
 @pytest.fixture(params=[1, 3, 1 << 16])
 def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(inspect_dataset, "_BLOCK", request.param)
-    monkeypatch.setattr(indexed_dataset, "_BLOCK", request.param)
+    monkeypatch.setattr(indexed_dataset, "BLOCK", request.param)
     return request.param
 
 

@@ -5,21 +5,25 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from megalite.config import Config, DataConfig
 from megalite.data import storage
+from megalite.data.corpus_sources import sources_of_one_blend
 from megalite.data.dataset_merge import list_shards
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.preprocessing.input_plan import PreprocessJob
 from megalite.data.preprocessing.preprocess import preprocess
 from megalite.data.sharded_dataset import open_dataset
 from megalite.data.window_dataset import WindowDataset
+from megalite.train.run_context import with_shuffle_block
 from megalite.utils.errors import UserError
 from tests.corpora import build_datasets
-from tests.object_server import ObjectServer, s3_in
+from tests.object_server import ObjectServer, object_server, s3_in
 
 pytest.importorskip("obstore")
 
@@ -81,6 +85,37 @@ def test_windows_of_a_batch_are_fetched_together(
     assert [len(call) for call in calls if call] == [2]
 
 
+@pytest.mark.parametrize("first", [0, 150])  # of the split: its blocks begin anywhere in the file
+def test_a_block_of_windows_is_one_request(
+    server: ObjectServer, write_dataset: WriteDataset, tmp_path: Path, first: int
+) -> None:
+    """Whatever the batches are, and although the last block is shorter."""
+    prefix = write_dataset([500] * 200, "c", "int32")
+    upload(server, tmp_path)
+    here, there = (
+        WindowDataset(open_dataset(path), range(first, 200), None, 128, 1, shuffle_block=16)
+        for path in (prefix, "s3://b/c")
+    )
+    server.requests.clear()
+    for numbers in np.array_split(np.arange(len(here)), 40):
+        assert np.array_equal(there.gather(numbers), here.gather(numbers))
+    assert len(server.requests) <= -(-len(here) // 16)
+    used = 4 * 128 * len(here)
+    assert used <= sum(each.end - each.begin for each in server.requests) < 1.1 * used
+
+
+def test_blocks_are_the_default_of_windows_from_a_store() -> None:
+    """A copy on this machine has another default, which a checkpoint compares."""
+    windows, paths = DataConfig(sample_order="windows"), ("s3://b/c", "c")
+    there, here = ({"train": sources_of_one_blend([path], "1")["train"]} for path in paths)
+    blocks = [
+        with_shuffle_block(Config(data=data), sources).data.shuffle_block
+        for data in (windows, replace(windows, shuffle_block=7), DataConfig())
+        for sources in (there, here)
+    ]
+    assert blocks == [64, 1, 7, 7, None, None]
+
+
 def test_a_flipped_bit_is_fetched_again_and_then_named(
     server: ObjectServer, write_dataset: WriteDataset, tmp_path: Path
 ) -> None:
@@ -127,6 +162,33 @@ def test_preprocessing_reads_objects(server: ObjectServer, tmp_path: Path, named
         assert here.read_bytes() == there.read_bytes()
     with pytest.raises(UserError, match=r"--input s3://b/none\.jsonl names no file"):
         preprocess(PreprocessJob(("s3://b/none.jsonl",), f"{tmp_path}/out", "byte"))
+
+
+def test_windows_fetch_no_index(server: ObjectServer, write_dataset: WriteDataset, tmp_path: Path) -> None:
+    """But for the sizes, and where the split begins and ends."""
+    list_shards([write_dataset([3] * 20_000, f"c{i}") for i in range(2)], str(tmp_path / "corpus"))
+    upload(server, tmp_path)
+    there = open_dataset("s3://b/corpus", checks_index=False)
+    split = WindowDataset(there, range(10_000, 30_000), None, 100, 1)
+    assert len(split) == (3 * 20_000 - 1) // 100
+    of_index = [each for each in server.requests if each.name.endswith(".idx") and each.method == "GET"]
+    assert sum(each.end - each.begin for each in of_index) < 10_000
+    assert there[30_001].tolist() == open_dataset(tmp_path / "corpus")[30_001].tolist()
+
+
+def test_stores_with_equal_urls_do_not_share_blocks(
+    server: ObjectServer, write_dataset: WriteDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if the stores give their objects the same version."""
+    monkeypatch.setattr("tests.object_server._tag", lambda _: '"1"')
+    write_dataset([500], "c")
+    upload(server, tmp_path)
+    assert IndexedDataset("s3://b/c")[0][0] == 0
+    (tmp_path / "c.bin").write_bytes((tmp_path / "c.bin").read_bytes()[::-1])
+    with object_server() as other:
+        upload(other, tmp_path)
+        monkeypatch.setenv("AWS_ENDPOINT_URL", other.url)
+        assert IndexedDataset("s3://b/c")[0][0] == 499 << 8 & 0xFFFF | 499 >> 8
 
 
 def test_another_version_is_never_mixed_in(

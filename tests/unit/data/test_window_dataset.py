@@ -7,9 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from megalite.data._index_builder import permute
 from megalite.data.indexed_dataset import IndexedDataset
-from megalite.data.window_dataset import WindowDataset, permute, round_keys
+from megalite.data.window_dataset import WindowDataset, round_keys, shuffled_windows
 from megalite.utils.errors import UserError
 
 
@@ -71,6 +74,38 @@ def test_orders_of_different_keys_do_not_correlate() -> None:
     steps = np.diff(orders[0])
     expected = np.diff(np.random.default_rng(1).permutation(size))
     assert np.std(steps) == pytest.approx(np.std(expected), rel=0.03)
+
+
+def shuffled_in_blocks(n: int, num_windows: int, block: int, key: str) -> int:
+    """The window at position n of an epoch, in integers of any size."""
+    group, place = divmod(n, 256 * block)
+    if block > 1:
+        size = min(256 * block, num_windows - 256 * block * group)
+        n = 256 * block * group + permuted(place, size, f"{key}/{group}")
+    if n // block == num_windows // block:
+        return n
+    return permuted(n // block, num_windows // block, key) * block + n % block
+
+
+@given(st.integers(1, 10**12), st.integers(1, 5000), st.data())
+@settings(deadline=None)
+def test_shuffled_windows_are_those_of_one_position(
+    num_windows: int, block: int, data: st.DataObject
+) -> None:
+    positions = data.draw(st.lists(st.integers(0, num_windows - 1), max_size=8))
+    windows = shuffled_windows(np.array(positions, np.int64), num_windows, block, "key", 3)
+    assert windows.tolist() == [shuffled_in_blocks(n, num_windows, block, "key/3") for n in positions]
+
+
+@given(st.integers(1, 5000), st.integers(1, 20), st.integers())
+@settings(deadline=None)
+def test_an_epoch_in_blocks_has_every_window_once_and_a_group_few_blocks(
+    n: int, block: int, key: int
+) -> None:
+    windows = shuffled_windows(np.arange(n), n, block, key)
+    assert np.array_equal(np.sort(windows), np.arange(n))
+    for first in range(0, n, 256 * block):
+        assert len(np.unique(windows[first : first + 256 * block] // block)) <= 256
 
 
 @pytest.fixture

@@ -66,10 +66,12 @@ def flags_of(data_path: Sequence[str], *more: str) -> list[str]:
 def test_origins_join_to_the_samples_of_the_run(corpora: list[str], blend: bool, order: str, dp: int) -> None:
     data_path = ["0.3", corpora[0], "0.7", corpora[1]] if blend else corpora[:1]
     num_samples = num_samples_per_split(0, ITERATIONS, 4, 1, BATCH)
-    options = BuildOptions(GPTSamples(SEQ_LENGTH, 1234, are_windows=order == "windows"))
+    is_cut = order == "windows"
+    options = BuildOptions(GPTSamples(SEQ_LENGTH, 1234, are_windows=is_cut, shuffle_block=3 if is_cut else 1))
     train = build_from_sources(sources_of_one_blend(data_path, "90,10,0"), num_samples, options).train
     assert train is not None
     flags = flags_of(data_path, "--global-batch-size", str(BATCH), "--dp", str(dp), "--sample-order", order)
+    flags += ["--shuffle-block", "3"] if is_cut else []
     config, _ = parse(flags)
     for iteration in (1, 5):
         traced = list(trace_iteration(config, iteration))

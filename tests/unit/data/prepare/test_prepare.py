@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from megalite.cli import prepare as program
+from megalite.data._index_builder import permute
 from megalite.data.build_datasets import BuildOptions
 from megalite.data.corpus_sources import sources_of_one_blend
 from megalite.data.prepare import prepare
@@ -28,7 +29,7 @@ from megalite.data.prepare.report import find_source
 from megalite.data.samples import GPTSamples
 from megalite.data.sharded_dataset import ShardedDataset, open_dataset
 from megalite.data.tokenizers.tokenizer import TokenizerFiles, build_tokenizer
-from megalite.data.window_dataset import permute, round_keys
+from megalite.data.window_dataset import round_keys
 from megalite.utils.errors import UserError
 from megalite.utils.log import log
 from megalite.utils.object_store import ObjectFolder
