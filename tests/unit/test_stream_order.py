@@ -432,17 +432,17 @@ RACES = {
     ),
     "weights are saved before they are computed": (
         *(HostCopy, "_copy_on", "stream.wait_stream(torch.cuda.current_stream(self._device))", "pass"),
-        *("zero 3", "device memory .* read by copy_.*saver.py"),
+        *("zero 3", "device memory .* read by copy_.*host_copy.py"),
     ),
     "weights are updated while they are saved": (
         *(HostCopy, "protect", "torch.cuda.current_stream(self._device).wait_event(self._done)", "pass"),
-        *("zero 1", "are written by .*adamw.* without waiting until they are read by copy_.*saver.py"),
+        *("zero 1", "are written by .*adamw.* without waiting until they are read by copy_.*host_copy.py"),
     ),
     "a file is written before the copy has ended": (
         *(HostCopy, "fill", "self._done.synchronize()", "pass"),
         *(
             "zero 1",
-            "pinned memory .* are read by .*on host thread ThreadPool.*written by copy_.*saver.py",
+            "pinned memory .* are read by .*on host thread ThreadPool.*written by copy_.*host_copy.py",
         ),
     ),
     "a scalar is read before it has arrived": (
