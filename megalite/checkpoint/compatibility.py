@@ -285,7 +285,10 @@ def _compare_settings(
 def _compare_data(
     description: Mapping[str, Any], here: Mapping[str, Any], checkpoint: Path | str, config: Config, dp: int
 ) -> Iterator[str]:
-    options = list(_differences_of_shared(_mapping(description, "data"), here["data"]))
+    recorded = {**_mapping(description, "data")}
+    if recorded and here["data"].get("shuffle_block"):
+        recorded.setdefault("shuffle_block", 1)  # windows once had no blocks
+    options = list(_differences_of_shared(recorded, here["data"]))
     changed = [str(each) for each in options if resume_rule(each.name) is not OnResume.CORPUS]
     if description.get("data") and "settings" not in description:
         yield (

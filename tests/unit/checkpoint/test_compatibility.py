@@ -151,6 +151,16 @@ def test_a_checkpoint_of_an_earlier_version_says_once_what_is_not_compared(
         check_compatibility(saved, FOLDER, changed("model", {"hidden_dropout": 0.3}), topology)
 
 
+def test_windows_of_a_time_without_blocks_are_blocks_of_one(compare, topology: Topology) -> None:
+    windows = changed("data", {"mock_data": False, "sample_order": "windows", "shuffle_block": 64})
+    saved = json.loads(json.dumps(compatibility_record(windows, topology)["data"]))
+    assert compare(windows, windows, data=saved) == []
+    del saved["shuffle_block"]
+    with pytest.raises(UserError, match=r"shuffle_block 1 \(now 64\)"):
+        compare(windows, windows, data=saved)
+    assert compare(windows, windows, data={}) == []  # a converted checkpoint
+
+
 def test_a_setting_of_a_later_version_is_refused(compare, topology: Topology) -> None:
     saved = json.loads(json.dumps(compatibility_record(CONFIG, topology)["settings"])) | {
         "adam_amsgrad": True
