@@ -38,7 +38,9 @@ GENERATION = "MEGALITE_GENERATION"
 some of them."""
 _MAX_ADDRESSES = 16
 
-_HERE, _GROUP, _END, _NEWEST = "here", "group", "end", "newest"
+_HERE, _GROUP, _END = "here", "group", "end"
+_NEWEST = "newest"
+"""Key of the number of a leader's newest group, and of its ranks."""
 _ARRIVALS = "arrivals"
 """Key of the number of arrivals at a leader, each of which has a key of its own."""
 LEADS = "leads"
@@ -111,6 +113,7 @@ class TrainingGroup:
         spares: processes that wait for the next meeting.
         past: what the last group before it that has trained has done; None if there is none.
         joined: processes of other launches.
+        supersedes: whether the group before cannot train on: some of its ranks are here, or all have ended.
     """
 
     generation: int
@@ -119,6 +122,7 @@ class TrainingGroup:
     spares: Sequence[int]
     past: Past | None
     joined: Mapping[int, Process] = field(default_factory=dict)
+    supersedes: bool = True
 
 
 @dataclass
@@ -179,8 +183,8 @@ class Processes(KnownProcesses):
             store = self.connect(leader)
 
             def look() -> tuple[int, bytes | None, bytes | None]:
-                if store.check([_NEWEST]):
-                    self.newest = max(self.newest, int(store.get(_NEWEST)))
+                if store.check([_NEWEST]) and (told := json.loads(store.get(_NEWEST)))[0] > self.newest:
+                    self.newest, self._ranks = told
                 answer = store.get(key) if store.check([key]) else None
                 return store.add(LEADS, 0), answer, store.get(_END) if store.check([_END]) else None
 
@@ -221,6 +225,7 @@ class Processes(KnownProcesses):
 
     def _lead(self, arrival: Arrival, largest: Callable[[int], int]) -> TrainingGroup:
         store, began_at, ends_at = self.store, time.monotonic(), None
+        silent: set[int] = set()  # ranks of the last group
         with self._leading():
             while True:
                 self._know_arrivals()
@@ -236,8 +241,8 @@ class Processes(KnownProcesses):
                 is_patient = largest(1 + len(here)) == 0 and time.monotonic() < began_at + _SETTLE_SECONDS
                 if not others - here - self.lost and not is_patient:
                     if ends_at is None:
-                        is_cut_off = self._may_be_cut_off(others - here)
-                        ends_at = began_at + (_CUT_OFF_SECONDS if is_cut_off else 0.0)
+                        silent = self.silent((others - here) & {*self._ranks})
+                        ends_at = began_at + (_CUT_OFF_SECONDS if self._may_be_cut_off(silent) else 0.0)
                     if time.monotonic() >= ends_at:
                         break
                 time.sleep(POLL_SECONDS)
@@ -247,16 +252,16 @@ class Processes(KnownProcesses):
                     newest[number], parts, past = json.loads(store.get(f"{_HERE}/{number}"))
                     parts = [HeldPart(*each) for each in parts]
                     arrivals[number] = Arrival(parts, past and Past(*past))
-            return self._answer(arrivals, newest, largest, time.monotonic() - began_at)
+            supersedes = not silent or not {*arrivals}.isdisjoint(self._ranks)
+            return self._answer(arrivals, newest, largest, supersedes, time.monotonic() - began_at)
 
-    def _may_be_cut_off(self, missing: set[int]) -> bool:
-        """Return whether most of the last group may be alive, and cannot be reached.
+    def _may_be_cut_off(self, silent: set[int]) -> bool:
+        """Return whether most of the last group may be alive, and meet without this part of it.
 
         Of two halves, the one without the first rank may be cut off.
         """
-        silent = self.silent(missing & {*self._ranks})
         rest = len(self._ranks) - len(silent)
-        may_be = len(silent) > rest or (len(silent) == rest > 0 and self._ranks[0] in silent)
+        may_be = len(silent) > rest > 0 or (len(silent) == rest > 0 and self._ranks[0] in silent)
         if may_be:
             log.warning(
                 "%d of %d ranks do not answer: waiting %g s, in which they go on if only the network is cut",
@@ -270,6 +275,7 @@ class Processes(KnownProcesses):
         arrivals: Mapping[int, Arrival],
         newest: Mapping[int, int],
         largest: Callable[[int], int],
+        supersedes: bool,
         seconds: float,
     ) -> TrainingGroup:
         """Choose the next group, and answer its processes.
@@ -298,9 +304,9 @@ class Processes(KnownProcesses):
         ranks = self._chosen(parts, size, math.inf if past is None else past.iteration)
         generation, spares = max(newest.values()) + 1, sorted({*arrivals} - {*ranks})
         joined = {number: self.known[number] for number in arrivals if number >= FIRST_JOINED}
-        group = TrainingGroup(generation, self.own, ranks, spares, past, joined)
+        group = TrainingGroup(generation, self.own, ranks, spares, past, joined, supersedes)
         self._begin(group)
-        self.store.set(_NEWEST, str(generation))
+        self.store.set(_NEWEST, json.dumps([generation, ranks]))
         answer = {**vars(group), "joined": [[number, *joined[number]] for number in joined]}
         for number in ranks:
             self.store.delete_key(f"{_HERE}/{number}")
@@ -394,7 +400,10 @@ class Processes(KnownProcesses):
             "MASTER_PORT": str(port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": str(restarts + group.generation),
-            GENERATION: " ".join([self.name, str(group.generation), *self._addresses(group)]),
+            # With 0, the lease on --save is free only if its holder shows no heartbeat.
+            GENERATION: " ".join(
+                [self.name, str(group.generation if group.supersedes else 0), *self._addresses(group)]
+            ),
         }
 
     def _addresses(self, group: TrainingGroup) -> list[str]:

@@ -197,6 +197,26 @@ def test_of_two_parts_without_a_network_between_them_the_first_goes_on_first(
             others.group(2, 3)
 
 
+def test_spares_that_reach_no_rank_do_not_take_its_place(run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hosts of both ranks do not answer: they may train on, and hold the lease."""
+    monkeypatch.setattr(processes, "_CONNECT_SECONDS", 0.3)
+    first = run(4)
+    meeting = Meeting(first, 2)
+    assert meeting.group(0, 1).spares == [2, 3]
+    wait_until(lambda: all(list(each._ranks) == [0, 1] for each in first))
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as listener:
+        address = listener.getsockname()
+        with socket.create_connection(address):
+            for each in first[2:]:
+                for number in (0, 1):
+                    each.known[number] = each.known[number]._replace(address=address)
+            for each in first[:2]:
+                each.leave()
+            group = meeting.group(2, 3)
+    assert not group.supersedes
+    assert first[2].environment(group)["MEGALITE_GENERATION"].startswith("run 0 ")
+
+
 def test_a_process_that_begins_again_is_waited_for_and_does_not_lead(run) -> None:
     processes = run(3)
     for other in processes[1:]:
