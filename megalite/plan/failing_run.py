@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import numpy as np
@@ -45,8 +45,8 @@ class FailingRun:
         restart: time from a failure until training continues, if a spare node is free.
         repair: time until a failed node is a spare node.
         spares: number of spare nodes.
-        lost_share: share of the training that stops while a failed node has no replacement: all if the run
-            waits for one.
+        rates: rate of training with 0, 1, … nodes fewer, relative to all; empty if the run waits for a spare
+            node.
     """
 
     failure_gap: float
@@ -55,7 +55,7 @@ class FailingRun:
     restart: float
     repair: float
     spares: int
-    lost_share: float = 1.0
+    rates: Sequence[float] = ()
 
     @cached_property
     def lifetimes(self) -> Floats:
@@ -63,6 +63,20 @@ class FailingRun:
         # One number in each of many equal parts of the distribution: much less noise than without parts.
         parts = (np.arange(NUM_LIFETIMES) + np.random.default_rng(SEED).random(NUM_LIFETIMES)) / NUM_LIFETIMES
         return -self.failure_gap * np.log1p(-parts)
+
+    @cached_property
+    def missing(self) -> tuple[float, float]:
+        """Return the share of training that missing nodes cost, and the share of failures without a spare.
+
+        The number of nodes in repair has a Poisson distribution. Both are 0 if the run waits for a node.
+        """
+        if not self.rates:
+            return 0.0, 0.0
+        mean, counts = self.repair / self.failure_gap, np.arange(self.spares + len(self.rates))
+        log_factorials = np.concatenate([np.zeros(1), np.cumsum(np.log(counts[1:]))])
+        in_repair = np.exp(counts * math.log(mean) - mean - log_factorials)
+        kept = float(in_repair @ np.array([self.rates[max(0, each - self.spares)] for each in counts]))
+        return 1 - kept, 1 - float(in_repair[: self.spares].sum())
 
     def saved(self, trained: Floats, interval: float) -> Floats:
         """Return the number of complete checkpoints after this time since a restart."""
@@ -184,16 +198,25 @@ def simulate_runs(
         work: time of the run without saves and failures.
         interval: time between saves, without the saves.
     """
-    expected = work / run.useful_share(interval) / run.failure_gap
+    # Missing nodes make training slower, and the clock time between saves longer.
+    lost, unreplaced = run.missing
+    rate = 1 - lost
+    expected = work / rate / run.useful_share(interval / rate) / run.failure_gap
     factor = max(1.0, expected / MAX_FAILURES)
-    times = _simulate(run, work / factor, interval, num_runs, np.random.default_rng(seed))
+    times = _simulate(run, work / rate / factor, interval / rate, num_runs, np.random.default_rng(seed))
+    times = replace(
+        times,
+        work=rate * times.work,
+        waits=times.waits + lost * times.work,
+        restarts=times.restarts + unreplaced * run.restart * times.failures,  # when the node is there again
+    )
     return times.longer(factor) if factor > 1 else times
 
 
 def _simulate(
     run: FailingRun, work: float, interval: float, num_runs: int, random: np.random.Generator
 ) -> RunTimes:
-    now, kept, saves, lost, restarts, waits, failures, replaced_at = np.zeros((8, num_runs))
+    now, kept, saves, lost, restarts, waits, failures = np.zeros((7, num_runs))
     repaired: list[Floats] = []  # when the node of each failure is repaired
     running, startup = np.ones(num_runs, dtype=bool), 0.0
     while running.any():
@@ -212,17 +235,11 @@ def _simulate(
         failures += fails
         now += np.where(fails, lifetime, 0.0)
         repaired.append(now + run.repair)
-        if len(repaired) > run.spares:
+        if len(repaired) > run.spares and not run.rates:
             # The first failures use the spare nodes. Each later one uses the node that was repaired first.
             waited = np.where(fails, np.maximum(repaired[-1 - run.spares] - now, 0.0), 0.0)
-            if run.lost_share == 1.0:
-                waits += waited
-                now += waited
-            else:  # the rest trains on, and starts again once more when all nodes are there
-                longer = np.maximum(now + waited - np.maximum(now, replaced_at), 0.0)
-                replaced_at = np.where(fails, np.maximum(replaced_at, now + waited), replaced_at)
-                waits += np.where(fails, run.lost_share * longer, 0.0)
-                restarts += np.where(waited > 0, run.restart, 0.0)
+            waits += waited
+            now += waited
         running, startup = fails, run.restart
     return RunTimes(kept, saves, lost, restarts, waits, failures)
 

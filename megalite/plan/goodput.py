@@ -9,6 +9,7 @@ are in seconds.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -134,7 +135,9 @@ class GoodputPlan:
             restart=60 * minutes + (self.peer_load_seconds if self.num_copies else self.load_seconds),
             repair=repair,
             spares=enough_spares(gap, repair) if spares is None else spares,
-            lost_share=1 - self.smaller_dp / plan.run.dp if self.recovery.in_process else 1.0,
+            rates=[self.dp_without(number) / plan.run.dp for number in range(self.num_nodes + 1)]
+            if self.recovery.in_process
+            else (),
         )
         self._check()
 
@@ -149,20 +152,29 @@ class GoodputPlan:
                 "larger --node-mtbf, or a smaller --restart-minutes"
             )
         interval = self.save_interval * self.plan.time.seconds
+        if 1 - self.failing.missing[0] < MIN_SHARE:
+            raise UserError(f"--node-mtbf {plain(self.node_mtbf / _HOUR)}h: {failures}: pass --spare-nodes")
         if self.failing.useful_share(interval) < MIN_SHARE:
             raise UserError(
                 f"the run saves every {duration(interval / _DAY, 2)}, and {failures}: it would hardly make "
                 f"progress; pass {self.interval_flag} {self.intervals.best}"
             )
 
-    @property
-    def smaller_dp(self) -> int:
-        """Return dp after the loss of a node: fewer replicas by those on it, which must divide the batch."""
+    def dp_without(self, num_missing: int) -> int:
+        """Return the replicas that train with fewer nodes: a divisor of the batch; 0 if none can.
+
+        Nodes of several replicas may be missing: the others form whole ones, of the same tp, pp and cp.
+        """
+        run, left = self.plan.run, self.num_nodes - num_missing
+        most = left * run.cluster.gpus_per_node // (run.cluster.world_size // run.dp)
+        return self._smaller_dps[bisect_right(self._smaller_dps, most) - 1]
+
+    @cached_property
+    def _smaller_dps(self) -> list[int]:
+        """Return 0 and the sizes of dp, up to the run's, that divide the batch."""
         run = self.plan.run
-        ranks, per_node = run.cluster.world_size // run.dp, run.cluster.gpus_per_node
-        left = run.dp - math.ceil(per_node / ranks)
         num_microbatches = run.global_batch // run.config.training.micro_batch_size
-        return next((dp for dp in range(left, 0, -1) if num_microbatches % dp == 0), 0)
+        return [0, *(dp for dp in range(1, run.dp + 1) if num_microbatches % dp == 0)]
 
     @cached_property
     def recoveries(self) -> list[GoodputPlan]:
@@ -359,7 +371,7 @@ class GoodputPlan:
         enough = f", one is free for {FREE_SPARE:.0%} of the failures" if self.recovery.spares is None else ""
         yield f"spare nodes    {failing.spares}{enough}; a repair takes {length(failing.repair)}"
         if self.cheapest_spares != failing.spares:
-            yield f"{'':15}with the fewest GPU hours: --spare-nodes {self.cheapest_spares}"
+            yield f"{'':15}--spare-nodes {self.cheapest_spares} needs the fewest GPU hours"
         yield from self._recovery_lines()
         if self.work is None:
             return
@@ -381,7 +393,7 @@ class GoodputPlan:
             ways += ["--inprocess-restart"] if each.recovery.in_process else []
             with_spares = counted(spares, "spare node")
             if each.recovery.in_process and not spares:
-                with_spares = f"no spare node (dp {self.smaller_dp})"
+                with_spares = f"no spare node (dp {self.dp_without(1)})"
             share = hours / (own_nodes * self.times.total.mean())
             planned = " (as planned)" if each is self else ""
             row = f"{each.times.share('work'):7.1%}  {share:9.1%}  {' '.join(ways)}"

@@ -34,7 +34,8 @@ class Goodput(Callback):
         return False
 
     def on_start(self, loop: TrainingLoop) -> None:
-        if self._began_at is None:
+        if self._began_at is None or not loop.trainer.config.checkpoint.loads_own:
+            self._trained = 0.0  # what another run has saved is its own
             self._began_at = time.time() - (time.monotonic() - loop.stop_conditions.signals.start)
 
     def before_step(self, loop: TrainingLoop) -> None:

@@ -234,13 +234,18 @@ def test_peer_copies_are_in_the_output() -> None:
 
 
 @pytest.mark.parametrize("repairs", [0.1, 1.0, 5.0])
-def test_a_smaller_layout_loses_a_share_while_a_node_is_missing(repairs: float) -> None:
-    """The share of the time in which a node is missing is that of a queue of Poisson arrivals, M/G/inf."""
-    run = failing(10 * HOUR, 1.0, spares=0, restart=1.0, repair=repairs * 10 * HOUR, lost_share=0.3)
-    times = simulate_runs(run, 4000 * HOUR, HOUR, num_runs=200)
-    is_missing = 1 - math.exp(-repairs)
-    of_elapsed = times.waits.sum() / (times.total - times.waits).sum()
-    assert of_elapsed == pytest.approx(0.3 * is_missing, rel=0.05)
+def test_missing_nodes_cost_what_a_simulated_repair_shop_says(repairs: float) -> None:
+    """Each failure takes a node away for the time of a repair; one of 20 nodes is a spare."""
+    gap, rates = 10 * HOUR, [1 - number / 19 for number in range(20)]
+    run = failing(gap, 1.0, spares=1, restart=1.0, repair=repairs * gap, rates=rates)
+    failed_at = np.cumsum(np.random.default_rng(0).exponential(gap, 100_000))
+    looked_at = np.arange(100, 90_000) * gap
+    in_repair = np.searchsorted(failed_at, looked_at) - np.searchsorted(failed_at, looked_at - run.repair)
+    lost = 1 - np.array(rates)[np.maximum(in_repair - 1, 0)].mean()
+    assert run.missing == pytest.approx((lost, (in_repair > 0).mean()), rel=0.05, abs=1e-4)
+    times = simulate_runs(run, 4000 * HOUR, HOUR, num_runs=20)
+    assert times.waits.sum() / (times.work + times.waits).sum() == pytest.approx(run.missing[0])
+    assert np.allclose(times.work, 4000 * HOUR)
 
 
 @pytest.mark.parametrize(
@@ -254,7 +259,7 @@ def test_a_smaller_layout_loses_a_share_while_a_node_is_missing(repairs: float) 
 )
 def test_dp_after_the_loss_of_a_node_divides_the_batch(layout: str, batch: int, smaller: int) -> None:
     flags = f"--preset llama3-8b --gpu h100 {layout} --micro-batch-size 1 --global-batch-size {batch} --bf16"
-    assert goodput(f"{flags} --node-mtbf 3y").smaller_dp == smaller
+    assert goodput(f"{flags} --node-mtbf 3y").dp_without(1) == smaller
 
 
 def test_recoveries_are_compared() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from megalite.config import CheckpointConfig
 from megalite.train.callbacks import goodput
 from megalite.train.callbacks.goodput import Goodput
 
@@ -22,9 +23,12 @@ def test_iterations_that_ran_again_do_not_count(
     read = {name: lambda: clock.now for name in ("time", "monotonic", "perf_counter")}
     monkeypatch.setattr(goodput, "time", SimpleNamespace(**read))
 
-    def at(start: float) -> Any:
+    def at(start: float, loads: str = "runs/a") -> Any:
+        config = SimpleNamespace(checkpoint=CheckpointConfig(save="runs/a", load=loads))
         return SimpleNamespace(
-            iteration=0, stop_conditions=SimpleNamespace(signals=SimpleNamespace(start=start))
+            iteration=0,
+            stop_conditions=SimpleNamespace(signals=SimpleNamespace(start=start)),
+            trainer=SimpleNamespace(config=config),
         )
 
     def step(callback: Goodput, loop: Any) -> None:
@@ -48,3 +52,7 @@ def test_iterations_that_ran_again_do_not_count(
     with caplog.at_level(logging.INFO):
         again.on_end(loop)
     assert f"goodput: {100 * 30 / (1115 - began_at):.1f}% of the 2:15 since the first start" in caplog.text
+    another = Goodput(writers)
+    another.load_state(saved)
+    another.on_start(at(1095.0, loads="runs/b"))
+    assert another.state() == {"began_at": 1095.0, "trained_seconds": 0.0}
