@@ -65,6 +65,7 @@ class KnownProcesses:
         known: the processes, by number.
         settings: what is the same on all processes.
         newest: number of the newest group that this process knows of; -1 before the first.
+        ranks: process of each rank of that group.
         joins: whether this process has come from another launch, and has not been in a group.
     """
 
@@ -76,6 +77,7 @@ class KnownProcesses:
     _environment: Mapping[str, str]  # of the launch
     settings: RankRecord = field(default_factory=dict)
     newest: int = -1
+    ranks: Sequence[int] = ()
     joins: bool = False
 
     @classmethod
@@ -91,8 +93,9 @@ class KnownProcesses:
             Path(rejoins).unlink()
             known = by_number(told["known"])
             store, _ = _open_store_at(*known[told["own"]].address)
+            newest = told["newest"], told["ranks"]
             return cls(
-                told["name"], told["own"], known, store, None, environment, must_agree, told["newest"]
+                told["name"], told["own"], known, store, None, environment, must_agree, *newest
             ).publish()
         first = open_store(launch, timeout)
         check_agreement(first, launch.rank, launch.world_size, must_agree, "start")
@@ -144,9 +147,8 @@ class KnownProcesses:
         digest = hashlib.sha256(node.encode()).digest()
         own = FIRST_JOINED * (1 + int.from_bytes(digest[:4], "big")) + launch.local_rank
         known = {**by_number(told["known"]), own: Process(node, launch.local_rank, own_place)}
-        return cls(
-            name, own, known, store, None, {**os.environ}, must_agree, told["newest"], joins=True
-        ).publish()
+        newest = told["newest"], told["ranks"]
+        return cls(name, own, known, store, None, {**os.environ}, must_agree, *newest, joins=True).publish()
 
     def publish(self: T) -> T:
         """Let processes that join read what this one knows of the run; return this object."""
@@ -155,7 +157,8 @@ class KnownProcesses:
 
     def _told(self) -> dict[str, Any]:
         known = [[number, *process] for number, process in self.known.items()]
-        return {"name": self.name, "newest": self.newest, "known": known, "settings": {**self.settings}}
+        newest = {"newest": self.newest, "ranks": [*self.ranks]}
+        return {"name": self.name, "known": known, "settings": {**self.settings}, **newest}
 
     @property
     def rejoins(self) -> bool:

@@ -134,7 +134,6 @@ class Processes(KnownProcesses):
     """
 
     lost: set[int] = field(default_factory=set)
-    _ranks: Sequence[int] = ()  # of the last group
     _has_met: bool = False
     _num_arrivals: int = 0  # at this leader
     _unread: set[int] = field(default_factory=set)  # arrivals whose process has not told its address yet
@@ -184,7 +183,7 @@ class Processes(KnownProcesses):
 
             def look() -> tuple[int, bytes | None, bytes | None]:
                 if store.check([_NEWEST]) and (told := json.loads(store.get(_NEWEST)))[0] > self.newest:
-                    self.newest, self._ranks = told
+                    self.newest, self.ranks = told
                 answer = store.get(key) if store.check([key]) else None
                 return store.add(LEADS, 0), answer, store.get(_END) if store.check([_END]) else None
 
@@ -219,7 +218,7 @@ class Processes(KnownProcesses):
     def _begin(self, group: TrainingGroup) -> None:
         """Take over what a meeting has told."""
         self.known |= group.joined
-        self._ranks = group.ranks
+        self.ranks = group.ranks
         self.newest, self._has_met, self.joins, self._arrived_at = group.generation, True, False, math.inf
         self.publish()
 
@@ -241,7 +240,7 @@ class Processes(KnownProcesses):
                 is_patient = largest(1 + len(here)) == 0 and time.monotonic() < began_at + _SETTLE_SECONDS
                 if not others - here - self.lost and not is_patient:
                     if ends_at is None:
-                        silent = self.silent((others - here) & {*self._ranks})
+                        silent = self.silent((others - here) & {*self.ranks})
                         ends_at = began_at + (_CUT_OFF_SECONDS if self._may_be_cut_off(silent) else 0.0)
                     if time.monotonic() >= ends_at:
                         break
@@ -252,7 +251,7 @@ class Processes(KnownProcesses):
                     newest[number], parts, past = json.loads(store.get(f"{_HERE}/{number}"))
                     parts = [HeldPart(*each) for each in parts]
                     arrivals[number] = Arrival(parts, past and Past(*past))
-            supersedes = not silent or not {*arrivals}.isdisjoint(self._ranks)
+            supersedes = not silent or not {*arrivals}.isdisjoint(self.ranks)
             return self._answer(arrivals, newest, largest, supersedes, time.monotonic() - began_at)
 
     def _may_be_cut_off(self, silent: set[int]) -> bool:
@@ -260,12 +259,12 @@ class Processes(KnownProcesses):
 
         Of two halves, the one without the first rank may be cut off.
         """
-        rest = len(self._ranks) - len(silent)
-        may_be = len(silent) > rest > 0 or (len(silent) == rest > 0 and self._ranks[0] in silent)
+        rest = len(self.ranks) - len(silent)
+        may_be = len(silent) > rest > 0 or (len(silent) == rest > 0 and self.ranks[0] in silent)
         if may_be:
             log.warning(
                 "%d of %d ranks do not answer: waiting %g s, in which they go on if only the network is cut",
-                *(len(silent), len(self._ranks), _CUT_OFF_SECONDS),
+                *(len(silent), len(self.ranks), _CUT_OFF_SECONDS),
                 extra=THIS_RANK,
             )
         return may_be

@@ -203,7 +203,7 @@ def test_spares_that_reach_no_rank_do_not_take_its_place(run, monkeypatch: pytes
     first = run(4)
     meeting = Meeting(first, 2)
     assert meeting.group(0, 1).spares == [2, 3]
-    wait_until(lambda: all(list(each._ranks) == [0, 1] for each in first))
+    wait_until(lambda: all(list(each.ranks) == [0, 1] for each in first))
     with socket.create_server(("127.0.0.1", 0), backlog=0) as listener:
         address = listener.getsockname()
         with socket.create_connection(address):
@@ -261,6 +261,7 @@ def test_processes_of_another_launch_join(run) -> None:
     assert first[1].known == {**first[0].known, **second.joined}
     assert early.environment(second)["LOCAL_WORLD_SIZE"] == "2"
     assert (first[1].num_launched, early.num_launched) == (2, 2)
+    assert [*joining(Launch(0, 1, 0, 1), first[1]).ranks] == [*second.ranks]
     first[0].leave()
     Meeting([first[1], *joiners], 4).group(1, early.own, late.own)
     for each in joiners:
