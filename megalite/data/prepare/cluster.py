@@ -91,12 +91,12 @@ class _RayWorker(PassWorker):
 class RayPool:
     """Actors of Ray that run tasks; a context manager. An actor that dies is started again.
 
+    An actor takes part once the cluster has a core for it, so there may be more than cores.
     It uses the cluster of `RAY_ADDRESS`, else that which was started on this machine, else starts one here.
     """
 
     def __init__(self, plan: CorpusPlan, workers: int) -> None:
         self._ray = library("ray", "run: executor ray")
-        self._pool = library("ray.util", "run: executor ray").ActorPool
         self._plan, self._num_workers = plan, workers
         self._actors: list[Any] = []
 
@@ -117,10 +117,23 @@ class RayPool:
         Raises:
             UserError: a task fails, or its actor dies again and again.
         """
+        left, num_running = iter(tasks), 0
+        busy = {actor.__ray_ready__.remote(): (actor, False) for actor in self._actors}
         try:
-            yield from self._pool(self._actors).map_unordered(
-                lambda actor, task: actor.__call__.remote(task), tasks
-            )
+            while busy:
+                (done,), _ = self._ray.wait(list(busy))
+                actor, is_task = busy.pop(done)
+                result = self._ray.get(done)
+                if is_task:
+                    num_running -= 1
+                    yield result
+                if (task := next(left, None)) is not None:
+                    busy[actor.__call__.remote(task)] = actor, True
+                    num_running += 1
+                elif num_running:
+                    self._ray.kill(actor)  # one that is started again may wait for its core
+                else:
+                    return  # actors that never found a core have nothing to do
         except self._ray.exceptions.RayTaskError as error:
             raise error.cause if isinstance(error.cause, UserError) else error from None
         except self._ray.exceptions.RayActorError as error:

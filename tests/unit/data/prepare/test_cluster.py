@@ -77,7 +77,7 @@ def test_array_jobs_wait_for_the_pass_before(
 
 @pytest.mark.slow
 def test_actors_of_ray_write_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also from a relative path, and after an actor that died; a task's error is that of one machine."""
+    """Also with more actors than cores, and after one that died; a task's error is that of one machine."""
     ray = pytest.importorskip("ray")
     monkeypatch.chdir(tmp_path)
     write_texts(tmp_path / "in", TEXTS)
@@ -97,7 +97,7 @@ def test_actors_of_ray_write_the_same_bytes(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "die").touch()
     options = {"include_dashboard": False, "_node_ip_address": "127.0.0.1", "object_store_memory": 2e8}
     with ray.init(num_cpus=2, **options):
-        plan_of(tmp_path, **SETTINGS, **prepared, run={"executor": "ray", "workers": 2})
+        plan_of(tmp_path, **SETTINGS, **prepared, run={"executor": "ray", "workers": 3})
         program.main(["--config", "corpus.yaml"])
         assert not (tmp_path / "die").exists()
         assert digests_of(tmp_path) == whole
