@@ -66,14 +66,18 @@ def main(arguments: Sequence[str]) -> None:
     if problems:
         raise ConfigError(problems)
     job = read_corpus_job(flags.config)
+    executor, workers = "local" if flags.name else job.run.executor, flags.workers or job.run.workers
+    if executor != "local" and workers is None:
+        raise UserError(
+            f"executor {executor} needs the number of workers: set run: workers, or pass --workers"
+        )
     plan, prefix = make_plan(job), job.output
     report = start(plan, flags.overwrite)
     if report is not None:
         _write_page(job, report)
         print(f"{prefix}.shards.json: complete already")
         return
-    workers = flags.workers or job.run.workers or num_cores()
-    executor = "local" if flags.name else job.run.executor
+    workers = workers or num_cores()
     if executor == "slurm":
         print("\n".join(_submitted(plan, flags.config, flags.overwrite, workers)))
         return

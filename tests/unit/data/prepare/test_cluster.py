@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megalite.cli import prepare as program
-from megalite.data.prepare.plan import PASSES
+from megalite.data.prepare.plan import PASSES, SUBMITTED_OPTIONS
 from megalite.utils.errors import UserError
 
 from .conftest import digests_of, plan_of, write_texts
@@ -59,12 +59,16 @@ def test_array_jobs_wait_for_the_pass_before(
     submitted.unlink()
     prepare(tmp_path, "--pass", "sign", **slurm)  # here, and so not again in a job
     capsys.readouterr()
-    prepare(tmp_path, **slurm)
+    with pytest.raises(UserError, match="slurm needs the number of workers: set run: workers, or pass"):
+        prepare(tmp_path, **slurm | {"workers": None})
+    prepare(tmp_path, "--workers", "2", **slurm | {"workers": None})
     assert "submitted to Slurm: tokenize 7, shard 8, finish 9\n" in capsys.readouterr().out
     before = None
     for name, line in zip(PASSES[2:], submitted.read_text().splitlines(), strict=True):
         *flags, wrap = json.loads(line)
         size = 1 if name == "finish" else 2
+        names = {flag[2:].partition("=")[0] for flag in (*flags, wrap)}
+        assert names - {"parsable", "time", "mem", "exclusive"} <= set(SUBMITTED_OPTIONS)
         assert {"--time=240", "--mem=8G", "--exclusive", f"--array=0-{size - 1}"} <= set(flags)
         assert [flag for flag in flags if "dependency" in flag] == ([before] if before else [])
         before = f"--dependency=afterok:{PASSES[2:].index(name) + 7}"
