@@ -28,6 +28,36 @@ def log_folder(plan: CorpusPlan) -> Path:
     return Path(f"{plan.job.prefix}.logs")
 
 
+def _jobs_file(plan: CorpusPlan) -> Path:
+    """Return the path of the numbers of the jobs that were submitted last."""
+    return log_folder(plan) / "jobs"
+
+
+def check_jobs(plan: CorpusPlan) -> None:
+    """Check that no job of an earlier `submit` waits or runs, as far as squeue can tell.
+
+    Raises:
+        UserError: one does.
+    """
+    if not _jobs_file(plan).exists():
+        return
+    numbers = _jobs_file(plan).read_text()
+    try:
+        listed = subprocess.run(
+            ["squeue", "--noheader", "--format=%F", f"--jobs={numbers}"],
+            capture_output=True,
+            text=True,
+            check=False,  # it also fails if it has forgotten the jobs
+        )
+    except FileNotFoundError:
+        return
+    if left := sorted(set(listed.stdout.split())):
+        raise UserError(
+            f"jobs of this corpus still wait or run in Slurm: {', '.join(left)}: wait until they have ended, "
+            f"or end them: scancel {' '.join(left)}"
+        )
+
+
 def submit(plan: CorpusPlan, arguments: list[str], workers: int) -> dict[str, str]:
     """Submit each pass that is left to Slurm, as an array that begins when the pass before is complete.
 
@@ -76,6 +106,7 @@ def submit(plan: CorpusPlan, arguments: list[str], workers: int) -> dict[str, st
             before = f" (submitted already: {', '.join(jobs.values())})" if jobs else ""
             raise UserError(f"sbatch refuses the pass {name}{before}: {' '.join(done.stderr.split())}")
         jobs[name] = done.stdout.strip().partition(";")[0]  # the rest is the name of a cluster
+        _jobs_file(plan).write_text(",".join(jobs.values()))
     return jobs
 
 

@@ -56,6 +56,11 @@ def test_array_jobs_wait_for_the_pass_before(
     with pytest.raises(UserError, match=r"the pass tokenize \(submitted already: 7\): .* Job violates accou"):
         prepare(tmp_path, **slurm)
     monkeypatch.delenv("REFUSE")
+    (tmp_path / "bin" / "squeue").write_text('#!/bin/sh\n[ "$3" = --jobs=7 ] && echo 7 && echo 7')
+    (tmp_path / "bin" / "squeue").chmod(0o755)
+    with pytest.raises(UserError, match=r"still wait or run in Slurm: 7: wait .* scancel 7$"):
+        prepare(tmp_path, "--overwrite", **slurm)
+    (tmp_path / "bin" / "squeue").write_text("#!/bin/sh\nexit 1")
     submitted.unlink()
     prepare(tmp_path, "--pass", "sign", **slurm)  # here, and so not again in a job
     capsys.readouterr()
@@ -75,7 +80,8 @@ def test_array_jobs_wait_for_the_pass_before(
         for number in range(size):
             command = shlex.split(wrap.replace("$SLURM_ARRAY_TASK_ID", str(number)))
             program.main(command[command.index("prepare") + 1 :])
-    (tmp_path / "out" / "c.logs").rmdir()
+    assert (tmp_path / "out" / "c.logs" / "jobs").read_text() == "7,8,9"
+    shutil.rmtree(tmp_path / "out" / "c.logs")
     assert digests_of(tmp_path) == whole
 
 
