@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.cli.preprocess import partition
-from megalite.data.prepare.cluster import log_folder, submit
+from megalite.data.prepare.cluster import check_jobs, log_folder, submit
 from megalite.data.prepare.plan import PASSES, CorpusJob, CorpusPlan, make_plan, read_corpus_job
 from megalite.data.prepare.prepare import check_earlier, find_report, finish, run_pass, start
 from megalite.data.preprocessing.preprocess import num_cores
@@ -66,14 +66,20 @@ def main(arguments: Sequence[str]) -> None:
     if problems:
         raise ConfigError(problems)
     job = read_corpus_job(flags.config)
+    executor, workers = "local" if flags.name else job.run.executor, flags.workers or job.run.workers
+    if executor != "local" and workers is None:
+        raise UserError(
+            f"executor {executor} needs the number of workers: set run: workers, or pass --workers"
+        )
     plan, prefix = make_plan(job), job.output
+    if executor == "slurm":
+        check_jobs(plan)
     report = start(plan, flags.overwrite)
     if report is not None:
         _write_page(job, report)
         print(f"{prefix}.shards.json: complete already")
         return
-    workers = flags.workers or job.run.workers or num_cores()
-    executor = "local" if flags.name else job.run.executor
+    workers = workers or num_cores()
     if executor == "slurm":
         print("\n".join(_submitted(plan, flags.config, flags.overwrite, workers)))
         return

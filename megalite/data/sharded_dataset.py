@@ -25,6 +25,7 @@ from megalite.data.indexed_dataset import DTYPE_CODES, IndexedDataset, blocks_of
 from megalite.data.storage import CACHE_BYTES, FileRange, MappedBytes, exists, open_bytes, read_small
 from megalite.utils.errors import UserError
 from megalite.utils.files import parse_json
+from megalite.utils.object_store import is_remote
 
 LIST_SUFFIX = ".shards.json"
 CHECKSUM_SUFFIX = ".shards.crc32"
@@ -116,6 +117,17 @@ def corpus_lengths(prefix: str) -> npt.NDArray[np.int32] | None:
 def shard_prefix(prefix: str, name: str) -> str:
     """Return the prefix of a shard, given the list's prefix and the shard's name in it."""
     return name if "://" in name else os.path.join(os.path.dirname(prefix), name)
+
+
+def is_in_store(prefix: str) -> bool:
+    """Return whether a corpus, or a shard of its list, is in object storage.
+
+    Raises:
+        UserError: its list is damaged.
+    """
+    if is_remote(prefix) or not is_sharded(prefix):
+        return is_remote(prefix)
+    return any(is_remote(shard_prefix(prefix, each.name)) for each in read_list(prefix).shards)
 
 
 def read_list(prefix: str) -> ShardList:

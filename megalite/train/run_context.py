@@ -32,6 +32,7 @@ from megalite.data.loss_mask import LossMask, has_loss_mask
 from megalite.data.mixture import MixtureDataset
 from megalite.data.packed_dataset import PackedSamples, PackingOptions
 from megalite.data.samples import CheckedDataset, DocumentEnds, FieldSamples, GPTSamples, Samples
+from megalite.data.sharded_dataset import is_in_store
 from megalite.data.storage import CACHE_BYTES
 from megalite.data.tokenizers.tokenizer import Tokenizer, check_tokenizer, configured_tokenizer
 from megalite.distributed.topology import Topology
@@ -39,7 +40,6 @@ from megalite.model.stage import StageProvider, check_model_provider
 from megalite.train.telemetry.timers import Timers
 from megalite.utils.errors import UserError, check_call, kind_of
 from megalite.utils.log import log
-from megalite.utils.object_store import is_remote
 
 REMOTE_SHUFFLE_BLOCK = 64
 """Default of --shuffle-block for a corpus in object storage."""
@@ -208,7 +208,7 @@ def with_shuffle_block(config: Config, sources: Sources) -> Config:
     if config.data.shuffle_block is not None or not config.data.reads_windows:
         return config
     prefixes = (source.prefix for blends in sources.values() for blend in blends for source in blend.sources)
-    block = REMOTE_SHUFFLE_BLOCK if any(map(is_remote, prefixes)) else 1
+    block = REMOTE_SHUFFLE_BLOCK if any(map(is_in_store, prefixes)) else 1
     return replace(config, data=replace(config.data, shuffle_block=block))
 
 

@@ -120,7 +120,7 @@ def announce(trainer: Trainer) -> None:
     if topology.replicas.size > 1:
         log.info(
             "between replicas: %s",
-            describe_replication(config.parallel, topology.replicas.shard.size, topology.device.type),
+            describe_replication(config, topology.replicas.shard.size, topology.device.type),
         )
         if config.parallel.zero_stage_among(topology.replicas.shard.size) == 3:
             log.info("gathered weights: %s", describe_gathering(trainer.gathering, topology.pp.size))
@@ -161,12 +161,13 @@ def announce(trainer: Trainer) -> None:
     log.info("parameters on rank 0: %s", f"{num_local:,}")
 
 
-def describe_replication(parallel: ParallelConfig, num_shards: int, device_type: str) -> str:
+def describe_replication(config: Config, num_shards: int, device_type: str) -> str:
     """Return when data-parallel ranks reduce gradients and gather weights, for the log.
 
     Args:
         num_shards: number of ranks that ZeRO shards over.
     """
+    parallel = config.parallel
     zero_stage = parallel.zero_stage_among(num_shards)
     if zero_stage == 3:
         text = "weights are gathered before they are used, gradients are reduced during backward"
@@ -175,6 +176,8 @@ def describe_replication(parallel: ParallelConfig, num_shards: int, device_type:
         if zero_stage > 0:
             when = "during" if parallel.gathers_under_forward(device_type) else "before"
             text += f", weights are gathered {when} the next forward"
+            if when == "before" and config.gathers_in_8_bits(num_shards):
+                text += " (those in 8 bits during it)"
     return f"{text}, on a stream of high priority" if device_type == "cuda" else text
 
 

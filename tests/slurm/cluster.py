@@ -58,6 +58,14 @@ class Slurm:
             time.sleep(0.2)
         return state
 
+    def wait_for_all(self, seconds: float = 60.0) -> None:
+        """Waits until no job waits or runs."""
+        end = time.monotonic() + seconds
+        while jobs := self._run("squeue", "--noheader", "--format=%i").split():
+            if time.monotonic() > end:
+                raise TimeoutError(f"jobs {jobs} do not end")
+            time.sleep(0.5)
+
     def signal(self, job: str, name: str) -> None:
         """Sends a signal to the batch script alone, as Slurm does before a job's time is over."""
         self._run("scancel", "--batch", f"--signal={name}", job)

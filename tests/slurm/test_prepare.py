@@ -63,7 +63,10 @@ def test_array_jobs_write_the_corpus_of_one_machine(
     jobs = submitted()
     assert list(jobs) == ["sign", "tokenize", "shard", "finish"]  # nothing to match without deduplication
     assert slurm.state(jobs["sign"])["TimeLimit"] == "00:20:00"
+    with pytest.raises(UserError, match=f"still wait or run in Slurm: .*{jobs['finish']}: wait until"):
+        submitted()
     slurm.wait(jobs["finish"], {"CANCELLED"}, END_SECONDS)
+    slurm.wait_for_all()
     file.write_text(good)
     os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))  # the report has the times of the input
     logs = "".join(file.read_text() for file in (tmp_path / "out" / "c.logs").glob("sign-*.log"))

@@ -28,6 +28,36 @@ def log_folder(plan: CorpusPlan) -> Path:
     return Path(f"{plan.job.prefix}.logs")
 
 
+def _jobs_file(plan: CorpusPlan) -> Path:
+    """Return the path of the numbers of the jobs that were submitted last."""
+    return log_folder(plan) / "jobs"
+
+
+def check_jobs(plan: CorpusPlan) -> None:
+    """Check that no job of an earlier `submit` waits or runs, as far as squeue can tell.
+
+    Raises:
+        UserError: one does.
+    """
+    if not _jobs_file(plan).exists():
+        return
+    numbers = _jobs_file(plan).read_text()
+    try:
+        listed = subprocess.run(
+            ["squeue", "--noheader", "--format=%F", f"--jobs={numbers}"],
+            capture_output=True,
+            text=True,
+            check=False,  # it also fails if it has forgotten the jobs
+        )
+    except FileNotFoundError:
+        return
+    if left := sorted(set(listed.stdout.split())):
+        raise UserError(
+            f"jobs of this corpus still wait or run in Slurm: {', '.join(left)}: wait until they have ended, "
+            f"or end them: scancel {' '.join(left)}"
+        )
+
+
 def submit(plan: CorpusPlan, arguments: list[str], workers: int) -> dict[str, str]:
     """Submit each pass that is left to Slurm, as an array that begins when the pass before is complete.
 
@@ -76,6 +106,7 @@ def submit(plan: CorpusPlan, arguments: list[str], workers: int) -> dict[str, st
             before = f" (submitted already: {', '.join(jobs.values())})" if jobs else ""
             raise UserError(f"sbatch refuses the pass {name}{before}: {' '.join(done.stderr.split())}")
         jobs[name] = done.stdout.strip().partition(";")[0]  # the rest is the name of a cluster
+        _jobs_file(plan).write_text(",".join(jobs.values()))
     return jobs
 
 
@@ -91,12 +122,12 @@ class _RayWorker(PassWorker):
 class RayPool:
     """Actors of Ray that run tasks; a context manager. An actor that dies is started again.
 
+    An actor takes part once the cluster has a core for it, so there may be more than cores.
     It uses the cluster of `RAY_ADDRESS`, else that which was started on this machine, else starts one here.
     """
 
     def __init__(self, plan: CorpusPlan, workers: int) -> None:
         self._ray = library("ray", "run: executor ray")
-        self._pool = library("ray.util", "run: executor ray").ActorPool
         self._plan, self._num_workers = plan, workers
         self._actors: list[Any] = []
 
@@ -117,10 +148,23 @@ class RayPool:
         Raises:
             UserError: a task fails, or its actor dies again and again.
         """
+        left, num_running = iter(tasks), 0
+        busy = {actor.__ray_ready__.remote(): (actor, False) for actor in self._actors}
         try:
-            yield from self._pool(self._actors).map_unordered(
-                lambda actor, task: actor.__call__.remote(task), tasks
-            )
+            while busy:
+                (done,), _ = self._ray.wait(list(busy))
+                actor, is_task = busy.pop(done)
+                result = self._ray.get(done)
+                if is_task:
+                    num_running -= 1
+                    yield result
+                if (task := next(left, None)) is not None:
+                    busy[actor.__call__.remote(task)] = actor, True
+                    num_running += 1
+                elif num_running:
+                    self._ray.kill(actor)  # one that is started again may wait for its core
+                else:
+                    return  # actors that never found a core have nothing to do
         except self._ray.exceptions.RayTaskError as error:
             raise error.cause if isinstance(error.cause, UserError) else error from None
         except self._ray.exceptions.RayActorError as error:

@@ -21,6 +21,8 @@ from megalite.utils.object_store import ObjectFolder, is_remote, is_s3
 
 PASSES = ("sign", "match", "tokenize", "shard", "finish")
 """The passes in order: hash, find duplicates, tokenize what is kept, shuffle, and write list and report."""
+SUBMITTED_OPTIONS = ("array", "dependency", "job-name", "kill-on-invalid-dep", "output", "wrap")
+"""The options of sbatch that megalite sets."""
 _FILES_VERSION = 1
 """Version of the files between passes: one that another version wrote is not read."""
 _RANGE_BYTES = 32 << 20
@@ -51,7 +53,7 @@ class RunSettings:
     time: str | None = None
     """Slurm's time limit of a pass."""
     sbatch: dict[str, Any] = field(default_factory=dict)
-    """Other options of sbatch, such as account and mem."""
+    """Other options of sbatch, such as account and mem; not `SUBMITTED_OPTIONS`."""
     folder: str | None = None
     """Folder of work in progress, which all tasks see, for an output in object storage."""
 
@@ -161,8 +163,13 @@ def read_corpus_job(path: str) -> CorpusJob:
     if job and job.run.executor != "slurm":
         given = [name for name in ("partition", "time", "sbatch") if getattr(job.run, name)]
         problems += [f"{path}: run: {name} has no effect without executor: slurm" for name in given]
-    if job and job.run.executor != "local" and job.run.workers is None:
-        problems.append(f"{path}: run: workers is missing: executor {job.run.executor} needs their number")
+    for key in job.run.sbatch if job else ():
+        if key in SUBMITTED_OPTIONS:
+            problems.append(
+                f"{path}: run: sbatch: remove {key}: megalite sets {', '.join(SUBMITTED_OPTIONS)}"
+            )
+        elif key in ("partition", "time"):
+            problems.append(f"{path}: run: sbatch: remove {key}, and write run: {key}")
     if job is None or problems:
         raise ConfigError(problems)
     return job

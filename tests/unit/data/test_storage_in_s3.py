@@ -104,16 +104,18 @@ def test_a_block_of_windows_is_one_request(
     assert used <= sum(each.end - each.begin for each in server.requests) < 1.1 * used
 
 
-def test_blocks_are_the_default_of_windows_from_a_store() -> None:
-    """A copy on this machine has another default, which a checkpoint compares."""
-    windows, paths = DataConfig(sample_order="windows"), ("s3://b/c", "c")
-    there, here = ({"train": sources_of_one_blend([path], "1")["train"]} for path in paths)
+def test_blocks_are_the_default_of_windows_from_a_store(write_dataset: WriteDataset, tmp_path: Path) -> None:
+    """Also of a shard that a list here names. A copy has another default, which a checkpoint compares."""
+    here = listed(write_dataset, tmp_path)
+    text = Path(f"{here}.shards.json").read_text()
+    (tmp_path / "links.shards.json").write_text(text.replace('"c1"', '"s3://b/c1"'))
+    windows, paths = DataConfig(sample_order="windows"), ("s3://b/c", str(tmp_path / "links"), here)
+    of_paths = [{"train": sources_of_one_blend([path], "1")["train"]} for path in paths]
     blocks = [
-        with_shuffle_block(Config(data=data), sources).data.shuffle_block
+        [with_shuffle_block(Config(data=data), sources).data.shuffle_block for sources in of_paths]
         for data in (windows, replace(windows, shuffle_block=7), DataConfig())
-        for sources in (there, here)
     ]
-    assert blocks == [64, 1, 7, 7, None, None]
+    assert blocks == [[64, 64, 1], [7, 7, 7], [None, None, None]]
 
 
 def test_a_flipped_bit_is_fetched_again_and_then_named(

@@ -70,11 +70,21 @@ def test_samples_of_the_run_are_distinguished_from_those_of_the_dataset(
     ],
 )
 def test_the_line_of_the_replicas(parallel: ParallelConfig, device_type: str, expected: str) -> None:
-    assert describe_replication(parallel, 2, device_type) == expected
+    assert describe_replication(Config(parallel=parallel), 2, device_type) == expected
+
+
+def test_weights_in_8_bits_are_always_gathered_during_the_forward() -> None:
+    config = Config(
+        parallel=ParallelConfig(zero_stage=1, overlap_param_gather=False),
+        training=TrainingConfig(fp8_format="hybrid", fp8_param_gather=True),
+    )
+    line = describe_replication(config, 2, "cpu")
+    assert line.endswith("weights are gathered before the next forward (those in 8 bits during it)")
+    assert "8 bits" not in describe_replication(config, 1, "cpu")
 
 
 def test_replicas_that_share_no_shards_gather_no_weights() -> None:
-    assert "gathered" not in describe_replication(ParallelConfig(zero_stage=2), 1, "cpu")
+    assert "gathered" not in describe_replication(Config(parallel=ParallelConfig(zero_stage=2)), 1, "cpu")
 
 
 def test_the_line_of_offloaded_state() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megalite.cli import prepare as program
-from megalite.data.prepare.plan import PASSES
+from megalite.data.prepare.plan import PASSES, SUBMITTED_OPTIONS
 from megalite.utils.errors import UserError
 
 from .conftest import digests_of, plan_of, write_texts
@@ -56,28 +56,38 @@ def test_array_jobs_wait_for_the_pass_before(
     with pytest.raises(UserError, match=r"the pass tokenize \(submitted already: 7\): .* Job violates accou"):
         prepare(tmp_path, **slurm)
     monkeypatch.delenv("REFUSE")
+    (tmp_path / "bin" / "squeue").write_text('#!/bin/sh\n[ "$3" = --jobs=7 ] && echo 7 && echo 7')
+    (tmp_path / "bin" / "squeue").chmod(0o755)
+    with pytest.raises(UserError, match=r"still wait or run in Slurm: 7: wait .* scancel 7$"):
+        prepare(tmp_path, "--overwrite", **slurm)
+    (tmp_path / "bin" / "squeue").write_text("#!/bin/sh\nexit 1")
     submitted.unlink()
     prepare(tmp_path, "--pass", "sign", **slurm)  # here, and so not again in a job
     capsys.readouterr()
-    prepare(tmp_path, **slurm)
+    with pytest.raises(UserError, match="slurm needs the number of workers: set run: workers, or pass"):
+        prepare(tmp_path, **slurm | {"workers": None})
+    prepare(tmp_path, "--workers", "2", **slurm | {"workers": None})
     assert "submitted to Slurm: tokenize 7, shard 8, finish 9\n" in capsys.readouterr().out
     before = None
     for name, line in zip(PASSES[2:], submitted.read_text().splitlines(), strict=True):
         *flags, wrap = json.loads(line)
         size = 1 if name == "finish" else 2
+        names = {flag[2:].partition("=")[0] for flag in (*flags, wrap)}
+        assert names - {"parsable", "time", "mem", "exclusive"} <= set(SUBMITTED_OPTIONS)
         assert {"--time=240", "--mem=8G", "--exclusive", f"--array=0-{size - 1}"} <= set(flags)
         assert [flag for flag in flags if "dependency" in flag] == ([before] if before else [])
         before = f"--dependency=afterok:{PASSES[2:].index(name) + 7}"
         for number in range(size):
             command = shlex.split(wrap.replace("$SLURM_ARRAY_TASK_ID", str(number)))
             program.main(command[command.index("prepare") + 1 :])
-    (tmp_path / "out" / "c.logs").rmdir()
+    assert (tmp_path / "out" / "c.logs" / "jobs").read_text() == "7,8,9"
+    shutil.rmtree(tmp_path / "out" / "c.logs")
     assert digests_of(tmp_path) == whole
 
 
 @pytest.mark.slow
 def test_actors_of_ray_write_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also from a relative path, and after an actor that died; a task's error is that of one machine."""
+    """Also with more actors than cores, and after one that died; a task's error is that of one machine."""
     ray = pytest.importorskip("ray")
     monkeypatch.chdir(tmp_path)
     write_texts(tmp_path / "in", TEXTS)
@@ -97,7 +107,7 @@ def test_actors_of_ray_write_the_same_bytes(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "die").touch()
     options = {"include_dashboard": False, "_node_ip_address": "127.0.0.1", "object_store_memory": 2e8}
     with ray.init(num_cpus=2, **options):
-        plan_of(tmp_path, **SETTINGS, **prepared, run={"executor": "ray", "workers": 2})
+        plan_of(tmp_path, **SETTINGS, **prepared, run={"executor": "ray", "workers": 3})
         program.main(["--config", "corpus.yaml"])
         assert not (tmp_path / "die").exists()
         assert digests_of(tmp_path) == whole

@@ -33,7 +33,14 @@ def problems_of(folder: Path, **options: Any) -> list[str]:
         ({"tokenizer": {"typ": "byte"}}, "tokenizer: 'typ' is unknown; nearest is type"),
         ({"tokenizer": {"type": 3}}, "tokenizer: type is 3: write a text"),
         ({"run": {"worker": 3}}, "run: 'worker' is unknown; nearest is workers"),
-        ({"run": {"executor": "slurm"}}, "run: workers is missing: executor slurm needs their number"),
+        (
+            {"run": {"executor": "slurm", "sbatch": {"mem": 1, "output": "x"}}},
+            "run: sbatch: remove output: megalite sets array, dependency, job-name",
+        ),
+        (
+            {"run": {"executor": "slurm", "sbatch": {"time": 14400}}},
+            "sbatch: remove time, and write run: time",
+        ),
         ({"run": {"time": "1:00:00"}}, "run: time has no effect without executor: slurm"),
         ({"steps": [{"exakt": True}]}, "steps: 'exakt' is unknown; nearest is exact"),
         ({"steps": [{"minhash": {"band": 3}}]}, "steps: minhash: 'band' is unknown; nearest is bands"),
