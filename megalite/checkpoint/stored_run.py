@@ -240,6 +240,18 @@ def iterations_at(folder: Path | StoredRun) -> dict[int, str]:
     return folder.iterations() if isinstance(folder, StoredRun) else iterations_in(folder)
 
 
+def newest_at(folder: Path | StoredRun) -> int:
+    """Return the iteration of the newest complete checkpoint of a run; -1 if there is none.
+
+    Raises:
+        OSError: the folder or the store cannot be read.
+    """
+    for iteration, name in reversed(iterations_at(folder).items()):
+        if isinstance(folder, Path) or folder.has_object(f"{name}/{SUMS}"):
+            return iteration
+    return -1
+
+
 def run_at(text: str) -> Path | StoredRun:
     """Parse the path or URL of a run's checkpoints; an argparse `type`."""
     if (problem := url_problem(text)) and not is_s3(text):

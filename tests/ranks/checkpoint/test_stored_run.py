@@ -561,7 +561,10 @@ def test_non_persistent_saves_belong_to_the_url(server: ObjectServer, topology, 
     saver.finish()
     saver.save_local(contents_of(config, topology, 11), state(topology, 1.1))
     again = Saver(config.checkpoint, topology)
+    server.objects["b/run/iter_0000020/dp_000.safetensors"] = b"of an upload that nobody has ended"
     assert loaded(topology, config, again) == (11, pytest.approx(1.1))
+    saved(topology, 20, 2.0)
+    assert loaded(topology, config, again) == (20, 2.0)
     copied = {name.replace("b/run/", "b/copy/"): content for name, content in server.objects.items()}
     server.objects.update(copied)
     copy = dataclasses.replace(config.checkpoint, save="s3://b/copy", load="s3://b/copy")
