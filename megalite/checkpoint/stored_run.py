@@ -62,7 +62,7 @@ class StoredRun:
     stage: Path
     _complete: set[str] = field(default_factory=set, compare=False, repr=False)  # known to be complete
     uploads: ClassVar[bool] = True
-    advice: ClassVar[str] = "free space in --save-stage, or change --save"
+    advice: ClassVar[str] = "see that the store answers, free space in --save-stage, or change --save"
 
     @staticmethod
     def at(path: str | Path, stage: str | None = None) -> StoredRun | None:
@@ -106,9 +106,7 @@ class StoredRun:
         return partial.name
 
     def join(self, partial: Path) -> None:
-        """Create the folder, and delete those of earlier saves: one run at a time saves here."""
         make_stage(self.stage)
-        self.remove_staged(but=partial)
         partial.mkdir(exist_ok=True)
 
     def staged(self) -> list[Path]:
