@@ -163,6 +163,12 @@ def test_a_start_that_cannot_upload_says_what_to_do_and_keeps_the_files(server, 
     ):
         start(topology)
     server.is_read_only = False
+    stored = StoredRun.at(RUN)
+    assert stored is not None
+    (stored.stage / ".iter_0000020.5f3a.partial").touch()
+    with pytest.raises(UserError, match=r"iter_0000020, which .+ \(Not a directory: .+ or delete"):
+        start(topology)
+    (stored.stage / ".iter_0000020.5f3a.partial").unlink()
     assert start(topology)[0] == (10, 1.0)
 
 
