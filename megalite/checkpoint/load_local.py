@@ -21,7 +21,7 @@ from megalite.checkpoint.manifest import (
 )
 from megalite.checkpoint.parameter_range import ParameterRange, Tensors
 from megalite.checkpoint.relayout import HeldPieces, exchange
-from megalite.checkpoint.stored_run import StoredRun, iterations_at
+from megalite.checkpoint.stored_run import StoredRun, newest_at
 from megalite.checkpoint.tensor_files import FilePiece, open_tensors
 from megalite.config import CheckpointConfig, Config
 from megalite.data.corpus_record import DataRecord
@@ -61,7 +61,7 @@ def load_local(
     (iteration, parts), newest = found, -1
     if topology.rank == 0:
         with suppress(OSError):  # the next read of the folder reports it
-            newest = max(iterations_at(folder), default=-1)  # complete or not
+            newest = newest_at(folder)
     if topology.world.object_of_first(newest, "the newest checkpoint") >= iteration:
         log.info(
             "the non-persistent checkpoint of iteration %d is skipped: --save has a newer one", iteration

@@ -24,6 +24,7 @@ from megalite.checkpoint.manifest import WRITTEN, FileRecord, TensorRecord, seal
 from megalite.checkpoint.parameter_range import ParameterRange, Tensors
 from megalite.checkpoint.progress import STATES, TrainingProgress
 from megalite.checkpoint.save_agreement import SaveAgreement, SaveError
+from megalite.checkpoint.stored_run import StoredRun
 from megalite.checkpoint.tensor_files import FilePiece, write_file
 from megalite.config import Config, to_yaml
 from megalite.data.corpus_record import DataRecord
@@ -215,7 +216,7 @@ class Save:
             if is_kept:
                 raise SaveError(
                     f"checkpoint {self.final} cannot be uploaded ({error}): its files stay in --save-stage, "
-                    "and the next start of the run uploads them"
+                    "and the next start of the run uploads them unless a later save is whole"
                 ) from None
             raise SaveError(
                 f"checkpoint {self.final} cannot be written ({error}): {self.folder.advice}"
@@ -289,6 +290,8 @@ class Save:
         return self.folder.file_stem(self.file_name.removesuffix(".safetensors"), partial)
 
     def _send(self, partial: Path) -> None:
+        if isinstance(self.folder, StoredRun):
+            self.folder.remove_staged(but=partial)  # an earlier save that could not be uploaded
         files = sorted(file.name for file in partial.glob(f"{self._stem(partial)}[._]*"))
         self.folder.send(partial, self.name, files)
 

@@ -340,7 +340,7 @@ class Saver:
         """Wait for the running save, log its outcome, and raise an error that must end the run."""
         running = self._running
         assert running is not None
-        if self._is_late(running):
+        if self._is_late(running, is_last):
             self._running, self._failure, self.has_left = None, None, True
             return
         running.wait()
@@ -369,7 +369,7 @@ class Saver:
         if limit is not None and self._deadline is None:
             self._deadline = time.monotonic() + limit
 
-    def _is_late(self, running: _RunningSave) -> bool:
+    def _is_late(self, running: _RunningSave, is_last: bool) -> bool:
         """Wait for a save until the deadline; return whether its upload is left to the next start then."""
         job = running.job
         if self._deadline is None or not (isinstance(job, Save) and job.folder.uploads):
@@ -381,10 +381,12 @@ class Saver:
         is_late = not running.is_done and job.leave() if self._topology.rank == 0 else False
         is_late = self._topology.world.object_of_first(is_late, "the end of an upload")
         if is_late:
+            stage = self._config.run_folder
+            stays = f"it stays in {stage} on each node, and the next start of the run uploads it"
             log.warning(
-                "checkpoint %s is not uploaded within --exit-upload-seconds %g: it stays in %s on each node, "
-                "and the next start of the run uploads it",
-                *(job.final, self._config.exit_upload_seconds, self._config.run_folder),
+                "checkpoint %s is not uploaded within --exit-upload-seconds %g: %s",
+                *(job.final, self._config.exit_upload_seconds),
+                stays if is_last else "the last save takes its place",
             )
         return is_late
 

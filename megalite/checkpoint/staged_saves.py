@@ -53,7 +53,11 @@ def upload_staged(run: StoredRun, topology: Topology, check: Callable[[], None])
         UserError: the store or the stage cannot be read or written; nothing is deleted then. Every rank
             raises it.
     """
-    mine = {folder.name: [file.name for file in folder.iterdir()] for folder in run.staged()}
+    mine: dict[str, list[str]] = {}
+    with topology.agreed():
+        for partial in run.staged():
+            with _named_errors(run, partial):
+                mine[partial.name] = [file.name for file in partial.iterdir()]
     found = topology.world.gather_objects(mine, "saves in the stage")
     names = {name for of_rank in found for name in of_rank}
     for name in sorted(names, key=lambda name: (len(name), name), reverse=True):

@@ -62,7 +62,7 @@ class StoredRun:
     stage: Path
     _complete: set[str] = field(default_factory=set, compare=False, repr=False)  # known to be complete
     uploads: ClassVar[bool] = True
-    advice: ClassVar[str] = "free space in --save-stage, or change --save"
+    advice: ClassVar[str] = "see that the store answers, free space in --save-stage, or change --save"
 
     @staticmethod
     def at(path: str | Path, stage: str | None = None) -> StoredRun | None:
@@ -106,9 +106,7 @@ class StoredRun:
         return partial.name
 
     def join(self, partial: Path) -> None:
-        """Create the folder, and delete those of earlier saves: one run at a time saves here."""
         make_stage(self.stage)
-        self.remove_staged(but=partial)
         partial.mkdir(exist_ok=True)
 
     def staged(self) -> list[Path]:
@@ -238,6 +236,18 @@ def iterations_at(folder: Path | StoredRun) -> dict[int, str]:
         OSError: the folder or the store cannot be read.
     """
     return folder.iterations() if isinstance(folder, StoredRun) else iterations_in(folder)
+
+
+def newest_at(folder: Path | StoredRun) -> int:
+    """Return the iteration of the newest complete checkpoint of a run; -1 if there is none.
+
+    Raises:
+        OSError: the folder or the store cannot be read.
+    """
+    for iteration, name in reversed(iterations_at(folder).items()):
+        if isinstance(folder, Path) or folder.has_object(f"{name}/{SUMS}"):
+            return iteration
+    return -1
 
 
 def run_at(text: str) -> Path | StoredRun:

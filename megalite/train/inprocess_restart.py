@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from megalite.checkpoint.lease import newest_holder
 from megalite.checkpoint.load_local import held_parts
-from megalite.config import Config
+from megalite.checkpoint.stored_run import StoredRun
+from megalite.config import CheckpointConfig, Config
 from megalite.config.validate import problems_of
 from megalite.distributed.axes import coordinates_text
 from megalite.distributed.loss_watch import LossWatch
@@ -141,6 +142,7 @@ def train_through_losses(
         start = Start(processes, group, largest)
         if group.past is not None:
             held_parts(config.checkpoint, group.past.iteration)
+            _discard_upload(config.checkpoint)
         os.environ.update(processes.environment(group))
         with LossWatch(processes, group) as watch:
             reason = _loss(start, train, watch)
@@ -163,6 +165,15 @@ def train_through_losses(
         if num_futile == _MAX_FUTILE_STARTS:
             processes.leave()
             raise UserError(f"{num_futile} starts in a row have come no further: {reason}")
+
+
+def _discard_upload(config: CheckpointConfig) -> None:
+    """Delete this node's files of an upload that a loss has ended, if the run has local saves.
+
+    They are newer or a little older, and training would wait for the rest of the upload.
+    """
+    if config.saves_locally and config.save and (run := StoredRun.at(config.save, config.save_stage)):
+        run.remove_staged()
 
 
 def _processes(config: Config, launch: Launch, settings: dict[str, str]) -> Processes:

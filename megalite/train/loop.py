@@ -334,9 +334,8 @@ def train(
     if states is not None:
         loop.load_states(states)
     stop = loop.run()
-    has_left = trainer.saver.has_left and not (stop and stop.regroups)
-    if has_left and (stop is None or stop.status == 0):  # not all that was requested is done
-        reason = stop.reason if stop else "an upload is left to the next start"
+    if stop is None and trainer.saver.has_left:  # not all that was requested is done
+        reason = "an upload is left to the next start"
         stop = Stop(reason, TEMPORARY_FAILURE, wants_requeue=True, is_urgent=True)
     if stop is None:
         return 0

@@ -163,6 +163,12 @@ def test_a_start_that_cannot_upload_says_what_to_do_and_keeps_the_files(server, 
     ):
         start(topology)
     server.is_read_only = False
+    stored = StoredRun.at(RUN)
+    assert stored is not None
+    (stored.stage / ".iter_0000020.5f3a.partial").touch()
+    with pytest.raises(UserError, match=r"iter_0000020, which .+ \(Not a directory: .+ or delete"):
+        start(topology)
+    (stored.stage / ".iter_0000020.5f3a.partial").unlink()
     assert start(topology)[0] == (10, 1.0)
 
 
@@ -187,8 +193,8 @@ def test_the_end_of_a_run_waits_for_uploads_as_long_as_it_may(server: ObjectServ
             save(saver, topology, 10)
             save(saver, topology, 20, is_last=True)
         assert saver.has_left
-        for iteration in (10, 20):
-            line = f"iter_00000{iteration} is not uploaded within --exit-upload-seconds 0.05: it stays in"
+        for iteration, what in ((10, "the last save takes its place"), (20, "it stays in")):
+            line = f"iter_00000{iteration} is not uploaded within --exit-upload-seconds 0.05: {what}"
             assert line in caplog.text
         uploads = [thread for thread in threading.enumerate() if thread.name == "save-checkpoint"]
         goes_on.set()
@@ -206,6 +212,8 @@ def test_an_upload_that_has_failed_is_an_error_also_with_a_limit(server: ObjectS
     config = dataclasses.replace(config_of(RUN).checkpoint, exit_upload_seconds=60.0)
     server.is_read_only = True
     saver = Saver(config, topology)
-    with pytest.raises(SaveError, match="stay in --save-stage, and the next start of the run uploads them"):
+    with pytest.raises(
+        SaveError, match="the next start of the run uploads them unless a later save is whole"
+    ):
         save(saver, topology, 10, is_last=True)
     assert not saver.has_left

@@ -325,8 +325,9 @@ def test_a_header_that_is_wrong_is_damage(server: ObjectServer, topology, header
 
 
 def test_a_failed_save_leaves_nothing_and_the_next_one_works(
-    server: ObjectServer, topology, tmp_path: Path
+    server: ObjectServer, topology, tmp_path: Path, caplog
 ) -> None:
+    """A save that cannot be uploaded stays until the files of another one are whole."""
     config = config_of(RUN)
     with Saver(config.checkpoint, topology) as saver:
         saver.save(contents_of(config, topology, 10), state(topology, 1.0))
@@ -337,9 +338,17 @@ def test_a_failed_save_leaves_nothing_and_the_next_one_works(
         server.is_read_only = True
         saver.save(contents_of(config, topology, 30), state(topology, 3.0))
         saver.finish()
+        with writer(full_disk):
+            saver.save(contents_of(config, topology, 35), state(topology, 3.5))
+        saver.finish()
+        with mock.patch.object(StoredRun, "latest", side_effect=OSError(errno.EIO, "no answer")):
+            saver.save(contents_of(config, topology, 36), state(topology, 3.6))
+            saver.finish()
+        assert "(rank 0: no answer): see that the store answers, free space in --save-stage" in caplog.text
         server.is_read_only = False
         assert checkpoints(server) == {"iter_0000010"}
-        assert [folder.name[:13] for folder in stage_of(tmp_path / "tmp")] == [".iter_0000030"]
+        kept, begun = sorted(stage_of(tmp_path / "tmp"))
+        assert kept.name[:13] == ".iter_0000030" and not list(begun.iterdir())
         saver.save(contents_of(config, topology, 40), state(topology, 4.0))
     assert loaded(topology, config) == (40, 4.0)
     assert not stage_of(tmp_path / "tmp")
@@ -561,7 +570,10 @@ def test_non_persistent_saves_belong_to_the_url(server: ObjectServer, topology, 
     saver.finish()
     saver.save_local(contents_of(config, topology, 11), state(topology, 1.1))
     again = Saver(config.checkpoint, topology)
+    server.objects["b/run/iter_0000020/dp_000.safetensors"] = b"of an upload that nobody has ended"
     assert loaded(topology, config, again) == (11, pytest.approx(1.1))
+    saved(topology, 20, 2.0)
+    assert loaded(topology, config, again) == (20, 2.0)
     copied = {name.replace("b/run/", "b/copy/"): content for name, content in server.objects.items()}
     server.objects.update(copied)
     copy = dataclasses.replace(config.checkpoint, save="s3://b/copy", load="s3://b/copy")

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from megalite.checkpoint.load_local import held_parts
+from megalite.checkpoint.stored_run import StoredRun
 from megalite.config import CheckpointConfig, Config
 from megalite.distributed.regroup import Past, Processes, TrainingGroup
 from megalite.distributed.rendezvous import Launch
@@ -83,6 +84,34 @@ def test_a_run_goes_on_after_losses_and_spares_get_its_status(processes: FakePro
     assert end.value.code == processes.status == 75
     assert [past and past.iteration for past in pasts] == [None, 10, 10, 30]
     assert processes.sizes == [[2, 2, 2, 1]] * 4  # 2 of 4 ranks are spares
+
+
+@pytest.mark.parametrize("saves_locally", [True, False])
+def test_a_run_with_local_saves_does_not_wait_for_an_upload_that_a_loss_has_ended(
+    processes: FakeProcesses, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saves_locally: bool
+) -> None:
+    """It leaves it alone at its first start: a job before it has left it."""
+    pytest.importorskip("obstore")
+    upload = tmp_path / "upload"
+    monkeypatch.setattr(StoredRun, "staged", lambda run: [upload])
+    config, was_there = config_with(), list[bool]()
+    checkpoint = replace(
+        config.checkpoint, save="s3://b/run", non_persistent_save_interval=1 if saves_locally else None
+    )
+
+    def train(start: Start) -> None:
+        upload.mkdir(exist_ok=True)
+        was_there.append((upload / "file").exists())
+        start.iteration = 10
+        if len(was_there) == 2:
+            raise SystemExit(0)
+        raise OSError("a rank is gone")
+
+    upload.mkdir()
+    (upload / "file").touch()
+    with pytest.raises(SystemExit):
+        train_through_losses(replace(config, checkpoint=checkpoint), LAUNCH, {}, train)
+    assert was_there == [True, not saves_locally]
 
 
 def test_a_group_has_the_largest_size_that_the_layout_allows(processes: FakeProcesses) -> None:

@@ -157,6 +157,19 @@ def test_hooks_are_called_in_order(one_rank: Topology, tmp_path: Path) -> None:
     ]
 
 
+def test_only_a_finished_run_asks_for_a_start_because_of_an_upload(
+    one_rank: Topology, tmp_path: Path
+) -> None:
+    """A kill switch or --exit-interval says that a user wants the end, or how the next start is made."""
+
+    class Leaving(Callback):
+        def on_end(self, loop: TrainingLoop) -> None:
+            loop.trainer.saver.has_left = True
+
+    assert _run(one_rank, [Leaving()], tmp_path) == 75
+    assert _run(one_rank, [Leaving()], tmp_path, loads=True, train_iters=4, exit_interval=3) == 0
+
+
 def test_layouts_change_after_their_iterations(
     one_rank: Topology, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
