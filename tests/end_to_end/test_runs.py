@@ -194,6 +194,9 @@ def test_tensorboard_has_each_step_once_after_a_resume_from_an_earlier_iteration
             found = steps(read, board)
             assert found.pop("config/text_summary", configs) == configs
             assert found.pop("lm loss test")[-1] == iterations[-1]
+            following = [*iterations[1:], 0]  # a smaller one begins another run
+            saved = [n for n, after in zip(iterations, following, strict=True) if n % 2 == 0 or after < n]
+            assert found.pop("goodput") == saved
             assert len(found) > 10 and {"lm loss", "lm loss validation", "grad-norm by layer"} <= found.keys()
             assert all(numbers == iterations for numbers in found.values()), found
             by_samples = steps(read, board / "samples")
