@@ -266,7 +266,7 @@ class AdamW:
             updates = self._updates(gradients, learning_rate, own_rate, weight_decay)
             groups: dict[tuple[tuple[float, ...], bool], list[_Update]] = {}
             for update in updates[num_offloaded:]:
-                groups.setdefault((update.settings, update.state.rounded is None), []).append(update)
+                groups.setdefault((update.settings, update.state.bucket.main is None), []).append(update)
             for group in groups.values():
                 for pieces in _pieces(group):
                     self._update(pieces, number, divisor, is_good)
