@@ -30,7 +30,7 @@ from megalite.utils.log import log
 
 
 class _Rest(NamedTuple):
-    """What is left to do for a save.
+    """Rest of the upload of a save.
 
     Attributes:
         digests: SHA-256 of the files to upload, by name.

@@ -80,7 +80,7 @@ class Reliability:
 
 @dataclass(frozen=True)
 class Recovery:
-    """How a run goes on after a failure.
+    """Way to go on after a failure.
 
     Attributes:
         num_copies: value of --peer-copies; 0 if it loads a checkpoint.

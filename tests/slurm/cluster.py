@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "squeue")
 GPUS_PER_NODE = 2
 _START_SECONDS = 300.0
@@ -24,6 +26,12 @@ _START_SECONDS = 300.0
 def missing_programs() -> list[str]:
     """What of Slurm this machine lacks."""
     return [program for program in PROGRAMS if shutil.which(program) is None]
+
+
+needs_slurm = pytest.mark.skipif(
+    bool(missing_programs()) or os.geteuid() != 0,
+    reason=f"needs root and Slurm's {', '.join(missing_programs()) or 'programs'}",
+)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,26 +11,14 @@ import pytest
 
 from megalite.cli import prepare as program
 from megalite.utils.errors import UserError
-from tests.slurm.cluster import Slurm, missing_programs, slurm_cluster
+from tests.slurm.cluster import Slurm, needs_slurm
 from tests.unit.data.prepare.conftest import digests_of, plan_of, write_texts
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        bool(missing_programs()) or os.geteuid() != 0,
-        reason=f"needs root and Slurm's {', '.join(missing_programs()) or 'programs'}",
-    ),
-]
+pytestmark = [pytest.mark.slow, needs_slurm]
 
 ROOT = Path(__file__).parents[2]
 TEXTS = [["one", "two", "one"], ["four", "five"] * 9, ["six"]]
 END_SECONDS = 600.0
-
-
-@pytest.fixture(scope="module")
-def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
-    with slurm_cluster(tmp_path_factory.mktemp("slurm") / "cluster") as cluster:
-        yield cluster
 
 
 def test_array_jobs_write_the_corpus_of_one_machine(

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,15 +13,9 @@ import pytest
 from megalite.data.indexed_dataset import IndexedWriter
 from megalite.plan.measure import measure_scaling
 from megalite.plan.write_job import write_job
-from tests.slurm.cluster import GPUS_PER_NODE, Slurm, missing_programs, slurm_cluster
+from tests.slurm.cluster import GPUS_PER_NODE, Slurm, needs_slurm
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        bool(missing_programs()) or os.geteuid() != 0,
-        reason=f"needs root and Slurm's {', '.join(missing_programs()) or 'programs'}",
-    ),
-]
+pytestmark = [pytest.mark.slow, needs_slurm]
 
 ROOT = Path(__file__).parents[2]
 NUM_TOKENS = 256
@@ -33,12 +25,6 @@ TINY = (
     *("--log-interval", "1", "--eval-iters", "0", "--save-interval", "1000", "--distributed-backend", "gloo"),
 )
 END_SECONDS = 600.0
-
-
-@pytest.fixture(scope="module")
-def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
-    with slurm_cluster(tmp_path_factory.mktemp("slurm") / "cluster") as cluster:
-        yield cluster
 
 
 @pytest.fixture
