@@ -1,0 +1,158 @@
+"""A training program as the judge sees it, on one rank: what an adapter, or a user's own script, must define.
+
+A script defines one function, and a subclass of `Program`:
+
+    def build(layout, config, options):
+        return MyProgram(...)
+
+The judge calls it on each rank of each layout, after torch.distributed has started with gloo. It then loads the
+same weights into all of them, and compares what they make of the same samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from megalite.config import Config
+from megalite.observe.verify.layouts import Layout
+from megalite.utils.errors import UserError
+
+
+class Piece(NamedTuple):
+    """Part of a full tensor that a rank holds.
+
+    Attributes:
+        tensor: the rank's elements, in any shape.
+        shape: shape of the full tensor, as one rank holds it.
+        positions: index of each element in the flat full tensor, in the shape of `tensor`; -1 for padding. None
+            if the rank holds the full tensor.
+    """
+
+    tensor: Tensor
+    shape: tuple[int, ...]
+    positions: Tensor | None = None
+
+    @staticmethod
+    def whole(tensor: Tensor) -> Piece:
+        """Return the piece of a rank that holds the full tensor."""
+        return Piece(tensor, tuple(tensor.shape))
+
+    @staticmethod
+    def cut(tensor: Tensor, dim: int, index: int, count: int, num_parts: int = 1) -> Piece:
+        """Return the piece of a rank that holds a slice of a dim.
+
+        Args:
+            index: the rank's index along the axis that cuts the dim.
+            count: number of ranks along it.
+            num_parts: number of equal parts of the dim that are each cut, and whose slices are joined: 2 for the
+                gate and the up projection of SwiGLU in one matrix.
+        """
+        size = tensor.shape[dim]
+        shape = (*tensor.shape[:dim], size * count, *tensor.shape[dim + 1 :])
+        rows = torch.arange(size * count).view(num_parts, count, -1)[:, index].flatten()
+        return Piece(tensor, shape, positions_in(shape).index_select(dim, rows))
+
+
+def positions_in(shape: Sequence[int]) -> Tensor:
+    """Return the index of each element in the flat tensor of this shape. Cut it as the tensor is cut."""
+    return torch.arange(torch.Size(shape).numel()).view(*shape)
+
+
+class Program:
+    """Training program on one rank. Names are those of one rank: they have the number of the whole model's layer.
+
+    For each iteration the judge calls `backward`, `gradients` and `update`, in this order. All ranks make the same
+    calls, so each method may communicate.
+    """
+
+    def weights(self) -> Mapping[str, Piece]:
+        """Return this rank's pieces of all parameters that are trained, and of saved buffers.
+
+        Together the ranks must hold every element. Several may hold the same one, if they must agree on it.
+        """
+        raise NotImplementedError
+
+    def load(self, full: Mapping[str, Tensor]) -> None:
+        """Set the weights to their parts of full tensors. Override it if an optimizer keeps copies of them."""
+        with torch.no_grad():
+            for name, piece in self.weights().items():
+                piece.tensor.copy_(part_of(full[name], piece))
+
+    def backward(self, samples: Tensor) -> Mapping[str, float]:
+        """Compute the gradients of one global batch, as the update needs them, and return what the program logs.
+
+        Args:
+            samples: tokens of the global batch, ``[global batch, sequence + 1]``; the labels are the tokens one
+                position later. The program takes the samples and positions of this rank. The samples are equal
+                on all ranks, and the program must not change them.
+
+        Returns:
+            The terms of the loss by name, such as ``{"loss": 5.3}``: the numbers that the program reports for the
+            global batch, on every rank that knows them; empty on the others.
+        """
+        raise NotImplementedError
+
+    def gradients(self) -> Mapping[str, Piece]:
+        """Return this rank's pieces of the gradients that the update uses, by parameter."""
+        raise NotImplementedError
+
+    def update(self) -> Mapping[str, float]:
+        """Update the weights, and return what the program logs: ``gradient norm``, ``learning rate``."""
+        raise NotImplementedError
+
+    def modules(self) -> Mapping[str, nn.Module]:
+        """Return this rank's modules by their names in the whole model. Their outputs are traced."""
+        return {}
+
+    def save(self, folder: Path) -> None:
+        """Save a checkpoint as the program's users would."""
+        raise UserError(f"{type(self).__name__} saves no checkpoints")
+
+    def resume(self, folder: Path) -> None:
+        """Load what `save` has written, maybe in another layout."""
+        raise UserError(f"{type(self).__name__} loads no checkpoints")
+
+    def close(self) -> None:
+        """Free what outlives the program, such as its package's process groups."""
+
+
+def part_of(full: Tensor, piece: Piece) -> Tensor:
+    """Return the elements of a full tensor that a piece holds; zeros for padding."""
+    if tuple(full.shape) != piece.shape:
+        raise UserError(f"a tensor of shape {list(full.shape)} was given for one of {list(piece.shape)}")
+    if piece.positions is None:
+        return full.view(piece.tensor.shape)
+    taken = full.reshape(-1)[piece.positions.clamp_min(0)]
+    return taken.masked_fill(piece.positions < 0, 0).view(piece.tensor.shape)
+
+
+class Adapter(Protocol):
+    """Module that defines a program: one of `megalite.judge.adapters`, or a user's script.
+
+    A script needs `build` alone. An adapter of a package also has ``PACKAGE``, its name for pip; ``VERSIONS``, those
+    that were tried; and ``LAYOUTS``, the names of the layouts that are judged if none are named. It imports its
+    package at the top, so that a missing one is reported before any rank starts.
+
+    ``from_megalite(config, full)`` is optional. It returns full tensors of megalite's model by the names and in the
+    shapes of this program on one rank. It must be linear and without loss, because gradients are passed through it
+    too. With it, all programs start from megalite's weights and samples, and megalite's own run is compared as well,
+    which shows an error that is equal in all layouts.
+    """
+
+    def build(self, layout: Layout, config: Config, options: Mapping[str, str]) -> Program:
+        """Return the program of this rank.
+
+        Args:
+            layout: sizes of the axes, and switches. What the program does not know is refused with a `UserError`.
+            config: the model, the batch and the optimizer in megalite's words.
+            options: NAME=VALUE of --set, for what megalite has no word for.
+
+        Raises:
+            UserError: the program has no such layout, model or option, by name.
+        """
+        ...
