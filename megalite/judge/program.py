@@ -1,12 +1,12 @@
-"""A training program as the judge sees it, on one rank: what an adapter, or a user's own script, must define.
+"""A training program as the judge sees it, on one rank: what an adapter or a user's own script defines.
 
 A script defines one function, and a subclass of `Program`:
 
     def build(layout, config, options):
         return MyProgram(...)
 
-The judge calls it on each rank of each layout, after torch.distributed has started with gloo. It then loads the
-same weights into all of them, and compares what they make of the same samples.
+The judge calls it on each rank of each layout, after torch.distributed has started with gloo. Then it loads
+the same weights into all of them, and compares what they compute from the same samples.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Piece(NamedTuple):
     Attributes:
         tensor: the rank's elements, in any shape.
         shape: shape of the full tensor, as one rank holds it.
-        positions: index of each element in the flat full tensor, in the shape of `tensor`; -1 for padding. None
-            if the rank holds the full tensor.
+        positions: index of each element in the flat full tensor, in the shape of `tensor`; -1 for padding.
+            None if the rank holds the full tensor.
     """
 
     tensor: Tensor
@@ -49,12 +49,12 @@ class Piece(NamedTuple):
         Args:
             index: the rank's index along the axis that cuts the dim.
             count: number of ranks along it.
-            num_parts: number of equal parts of the dim that are each cut, and whose slices are joined: 2 for the
-                gate and the up projection of SwiGLU in one matrix.
+            num_parts: number of equal parts of the dim that are each cut, and whose slices are joined: 2 for
+                the gate and the up projection of SwiGLU in one matrix.
         """
-        size = tensor.shape[dim]
-        shape = (*tensor.shape[:dim], size * count, *tensor.shape[dim + 1 :])
-        rows = torch.arange(size * count).view(num_parts, count, -1)[:, index].flatten()
+        size = tensor.shape[dim] * count
+        shape = (*tensor.shape[:dim], size, *tensor.shape[dim + 1 :])
+        rows = torch.arange(size).view(num_parts, count, -1)[:, index].flatten()
         return Piece(tensor, shape, positions_in(shape).index_select(dim, rows))
 
 
@@ -63,11 +63,21 @@ def positions_in(shape: Sequence[int]) -> Tensor:
     return torch.arange(torch.Size(shape).numel()).view(*shape)
 
 
-class Program:
-    """Training program on one rank. Names are those of one rank: they have the number of the whole model's layer.
+def part_of(full: Tensor, piece: Piece) -> Tensor:
+    """Return the elements of a full tensor that a piece holds; zeros for padding."""
+    if tuple(full.shape) != piece.shape:
+        raise UserError(f"a tensor of shape {list(full.shape)} was given for one of {list(piece.shape)}")
+    if piece.positions is None:
+        return full.reshape(piece.tensor.shape)
+    taken = full.reshape(-1)[piece.positions.clamp_min(0)]
+    return taken.masked_fill(piece.positions < 0, 0).view(piece.tensor.shape)
 
-    For each iteration the judge calls `backward`, `gradients` and `update`, in this order. All ranks make the same
-    calls, so each method may communicate.
+
+class Program:
+    """Training program on one rank. Its names are those of one rank, with numbers of the whole model's layers.
+
+    For each iteration the judge calls `backward`, `gradients` and `update`, in this order. All ranks make the
+    same calls, so each method may communicate.
     """
 
     def weights(self) -> Mapping[str, Piece]:
@@ -78,22 +88,22 @@ class Program:
         raise NotImplementedError
 
     def load(self, full: Mapping[str, Tensor]) -> None:
-        """Set the weights to their parts of full tensors. Override it if an optimizer keeps copies of them."""
+        """Set the weights to parts of full tensors. Override it if an optimizer keeps copies of them."""
         with torch.no_grad():
             for name, piece in self.weights().items():
                 piece.tensor.copy_(part_of(full[name], piece))
 
     def backward(self, samples: Tensor) -> Mapping[str, float]:
-        """Compute the gradients of one global batch, as the update needs them, and return what the program logs.
+        """Compute the gradients of a global batch, as the update needs them, and return what is logged.
 
         Args:
-            samples: tokens of the global batch, ``[global batch, sequence + 1]``; the labels are the tokens one
-                position later. The program takes the samples and positions of this rank. The samples are equal
-                on all ranks, and the program must not change them.
+            samples: tokens of the global batch, ``[global batch, sequence + 1]``; the labels are the tokens
+                one position later. The program takes the samples and positions of this rank. The samples
+                are equal on all ranks, and the program must not change them.
 
         Returns:
-            The terms of the loss by name, such as ``{"loss": 5.3}``: the numbers that the program reports for the
-            global batch, on every rank that knows them; empty on the others.
+            The terms of the loss by name, such as ``{"loss": 5.3}``: the numbers that the program reports
+            for the global batch, on every rank that has them; empty on the others.
         """
         raise NotImplementedError
 
@@ -102,7 +112,7 @@ class Program:
         raise NotImplementedError
 
     def update(self) -> Mapping[str, float]:
-        """Update the weights, and return what the program logs: ``gradient norm``, ``learning rate``."""
+        """Update the weights, and return what is logged: ``gradient norm``, ``learning rate``."""
         raise NotImplementedError
 
     def modules(self) -> Mapping[str, nn.Module]:
@@ -111,44 +121,34 @@ class Program:
 
     def save(self, folder: Path) -> None:
         """Save a checkpoint as the program's users would."""
-        raise UserError(f"{type(self).__name__} saves no checkpoints")
+        raise UserError("the program saves no checkpoints")
 
     def resume(self, folder: Path) -> None:
         """Load what `save` has written, maybe in another layout."""
-        raise UserError(f"{type(self).__name__} loads no checkpoints")
+        raise UserError("the program loads no checkpoints")
 
     def close(self) -> None:
         """Free what outlives the program, such as its package's process groups."""
 
 
-def part_of(full: Tensor, piece: Piece) -> Tensor:
-    """Return the elements of a full tensor that a piece holds; zeros for padding."""
-    if tuple(full.shape) != piece.shape:
-        raise UserError(f"a tensor of shape {list(full.shape)} was given for one of {list(piece.shape)}")
-    if piece.positions is None:
-        return full.view(piece.tensor.shape)
-    taken = full.reshape(-1)[piece.positions.clamp_min(0)]
-    return taken.masked_fill(piece.positions < 0, 0).view(piece.tensor.shape)
-
-
 class Adapter(Protocol):
     """Module that defines a program: one of `megalite.judge.adapters`, or a user's script.
 
-    A script needs `build` alone. An adapter of a package also has ``PACKAGE``, its name for pip; ``VERSIONS``, those
-    that were tried; and ``LAYOUTS``, the names of the layouts that are judged if none are named. It imports its
-    package at the top, so that a missing one is reported before any rank starts.
+    A script needs `build` alone. An adapter of a package also has ``PACKAGE``, its name for pip;
+    ``VERSIONS``, those that were tried; and ``LAYOUTS``, the names of the layouts that are judged if none
+    are named. It imports its package at the top, so that a missing one is reported before any rank starts.
 
-    ``from_megalite(config, full)`` is optional. It returns full tensors of megalite's model by the names and in the
-    shapes of this program on one rank. It must be linear and without loss, because gradients are passed through it
-    too. With it, all programs start from megalite's weights and samples, and megalite's own run is compared as well,
-    which shows an error that is equal in all layouts.
+    ``from_megalite(config, full)`` is optional. It returns full tensors of megalite's model by the names and
+    in the shapes of this program on one rank. It must be linear and without loss, because gradients are
+    passed through it too. With it, all programs start from megalite's weights and samples, and megalite's
+    own run is compared as well, which shows an error that is equal in all layouts.
     """
 
     def build(self, layout: Layout, config: Config, options: Mapping[str, str]) -> Program:
         """Return the program of this rank.
 
         Args:
-            layout: sizes of the axes, and switches. What the program does not know is refused with a `UserError`.
+            layout: sizes of the axes, and switches.
             config: the model, the batch and the optimizer in megalite's words.
             options: NAME=VALUE of --set, for what megalite has no word for.
 
