@@ -9,14 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
 
-_NARROW = (torch.float32, torch.bfloat16, torch.float16)
-_CASTS = {Tensor.float: Tensor.double, Tensor.bfloat16: Tensor.double, Tensor.half: Tensor.double}
+_WIDE: dict[Any, Any] = {
+    **dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), torch.float64),
+    **dict.fromkeys((Tensor.float, Tensor.bfloat16, Tensor.half), Tensor.double),
+}
+"""What replaces a dtype, or a method that casts to one."""
 
 
 class _Widened(TorchFunctionMode):
-    """Mode in which every call that names a narrower dtype gets fp64 instead."""
+    """Mode in which each call that names a narrower dtype gets fp64 instead."""
 
     def __torch_function__(
         self,
@@ -25,12 +27,12 @@ class _Widened(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        args, kwargs = tree_map_only(torch.dtype, _widened, (tuple(args), dict(kwargs or {})))
-        return _CASTS.get(func, func)(*args, **kwargs)
+        wide = [_widened(each) for each in args]
+        return _WIDE.get(func, func)(*wide, **{name: _widened(each) for name, each in (kwargs or {}).items()})
 
 
-def _widened(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype in _NARROW else dtype
+def _widened(argument: Any) -> Any:
+    return _WIDE[argument] if isinstance(argument, torch.dtype) and argument in _WIDE else argument
 
 
 @contextmanager
@@ -39,10 +41,12 @@ def widened() -> Iterator[None]:
 
     What C++ code chooses is not reached: a kernel that computes in 32 bits inside still does.
     """
-    before = torch.get_default_dtype()
+    before, set_default = torch.get_default_dtype(), torch.set_default_dtype
     torch.set_default_dtype(torch.float64)
+    torch.set_default_dtype = lambda dtype: set_default(_widened(dtype))
     try:
         with _Widened():
             yield
     finally:
+        torch.set_default_dtype = set_default
         torch.set_default_dtype(before)
