@@ -12,7 +12,6 @@ and trained by the methods of a `Trainer`, in the loop of `Trainer._run_epoch` o
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -30,10 +29,13 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.trainer_pt_utils import nested_gather
 
 from megalite.config import Config
-from megalite.frontends.huggingface.families import family_of, hf_config_of, to_hf
+from megalite.judge.environment import restore_variables, set_torchrun_variables
+from megalite.judge.hf_models import from_megalite, hf_class, hf_config, saved_tensors
 from megalite.judge.program import Piece, Program, positions_in
 from megalite.observe.verify.layouts import Layout
 from megalite.utils.errors import UserError
+
+__all__ = ["LAYOUTS", "PACKAGE", "VERSIONS", "build", "from_megalite"]
 
 PACKAGE = "transformers"
 VERSIONS = ("5.23.0",)
@@ -58,7 +60,7 @@ class TransformersRun(Program):
         self._tp, dp = layout.size("tp"), layout.size("dp")
         self._dp, self._batch = dp, layout.mbs or config.training.micro_batch_size
         self._masked = int(options["masked-token"]) if "masked-token" in options else None
-        self._environment = _environment()
+        self._environment = set_torchrun_variables()
         self._folder = tempfile.TemporaryDirectory(prefix="judge-transformers-")
         model = _load_model(layout, config, options)
         arguments = _arguments(config, self._folder.name, self._num_microbatches(config), self._batch)
@@ -81,14 +83,7 @@ class TransformersRun(Program):
         return count
 
     def weights(self) -> Mapping[str, Piece]:
-        return {name: piece_of(tensor.detach()) for name, tensor in self._tensors()}
-
-    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield trained parameters and saved buffers."""
-        model = self._trainer.model
-        yield from model.named_parameters()
-        saved = model.state_dict(keep_vars=True)
-        yield from ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
+        return {name: piece_of(each.detach()) for name, each in saved_tensors(self._trainer.model).items()}
 
     def backward(self, samples: Tensor) -> Mapping[str, float]:
         trainer = self._trainer
@@ -116,7 +111,7 @@ class TransformersRun(Program):
 
     def _microbatches(self, samples: Tensor) -> Iterator[dict[str, Tensor]]:
         """Yield this rank's microbatches. As with accelerate's sampler, each goes to the next rank."""
-        rank = dist.get_rank() // self._tp if dist.is_initialized() else 0
+        rank = dist.get_rank() // self._tp
         for tokens in samples.split(self._batch)[rank :: self._dp]:
             labels = tokens[:, 1:].clone()
             if self._masked is not None:
@@ -149,10 +144,7 @@ class TransformersRun(Program):
         for state in (GradientState, AcceleratorState, PartialState):
             state._reset_state()  # singletons, which would outlive the layout
         self._folder.cleanup()
-        for name, value in self._environment.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
+        restore_variables(self._environment)
 
 
 def build(layout: Layout, config: Config, options: Mapping[str, str]) -> Program:
@@ -171,31 +163,6 @@ def piece_of(tensor: Tensor) -> Piece:
         positions_in(shape), tensor.device_mesh, tensor.placements, src_data_rank=None
     ).to_local()
     return Piece(tensor.to_local(), shape, places)
-
-
-def from_megalite(config: Config, full: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return transformers' tensors by the names and in the shapes of its modules, which stack experts."""
-    family = family_of(config.model)
-    in_files = {family.full_name(name): each for name, each in to_hf(full, config.model).items()}
-    with torch.device("meta"):
-        model = _model_class(config)(_hf_config(config, {}))
-    saved = model.state_dict(keep_vars=True)
-    buffers = {name: each for name, each in model.named_buffers() if name in saved}
-    shapes = {**dict(model.named_parameters()), **buffers}
-    tensors: dict[str, Tensor] = {}
-    for name, expected in shapes.items():
-        groups = family.names_in_files(name, config.model.num_experts or 1)
-        if missing := [part for group in groups for part in group if part not in in_files]:
-            raise UserError(f"megalite's model has no tensor for {name}: {missing[0]} is missing")
-        parts = [torch.cat([in_files.pop(part) for part in group]) for group in groups]
-        tensors[name] = torch.stack(parts) if len(parts) > 1 or parts[0].dim() < expected.dim() else parts[0]
-        if tensors[name].shape != expected.shape:
-            raise UserError(
-                f"{name} is {list(expected.shape)} in transformers, {list(tensors[name].shape)} in megalite"
-            )
-    if in_files:
-        raise UserError(f"transformers' model has no tensor for {next(iter(in_files))}")
-    return tensors
 
 
 def _refuse_unknown(layout: Layout, config: Config, options: Mapping[str, str]) -> None:
@@ -224,35 +191,15 @@ def _refuse_unknown(layout: Layout, config: Config, options: Mapping[str, str]) 
         raise UserError(f"--set {unknown[0]} is not known. {meanings}")
 
 
-def _hf_config(config: Config, options: Mapping[str, str]) -> Any:
-    """Return transformers' config of the model, without dropout.
-
-    Raises:
-        UserError: transformers has no such model.
-    """
-    settings = hf_config_of(config.model)
-    settings |= {"torch_dtype": "float32", "use_cache": False}
-    hf = transformers.CONFIG_MAPPING[settings["model_type"]].from_dict(settings)
-    if settings["model_type"] not in transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise UserError(f"transformers' {settings['model_type']} is no causal language model")
-    hf._attn_implementation = options.get("attention", "sdpa")
-    hf._experts_implementation = options.get("experts", "eager")
-    return hf
-
-
-def _model_class(config: Config) -> Any:
-    (name,) = hf_config_of(config.model)["architectures"]
-    return getattr(transformers, name)
-
-
 def _load_model(layout: Layout, config: Config, options: Mapping[str, str]) -> Any:
     """Return the model as `from_pretrained` cuts it, from a folder that rank 0 writes."""
-    folder = [tempfile.mkdtemp(prefix="judge-weights-") if _rank() == 0 else ""]
-    kind, hf = _model_class(config), _hf_config(config, options)
-    if _rank() == 0:
+    folder = [tempfile.mkdtemp(prefix="judge-weights-") if dist.get_rank() == 0 else ""]
+    kind, hf = hf_class(config), hf_config(config)
+    hf._attn_implementation = options.get("attention", "sdpa")
+    hf._experts_implementation = options.get("experts", hf._experts_implementation)
+    if dist.get_rank() == 0:
         kind(hf).save_pretrained(folder[0])
-    if dist.is_initialized():
-        dist.broadcast_object_list(folder, src=0)
+    dist.broadcast_object_list(folder, src=0)
     sizes = _sizes(layout)
     more: dict[str, Any] = {"attn_implementation": hf._attn_implementation}
     more["experts_implementation"] = hf._experts_implementation
@@ -262,8 +209,7 @@ def _load_model(layout: Layout, config: Config, options: Mapping[str, str]) -> A
         model = kind.from_pretrained(folder[0], dtype=torch.float32, local_files_only=True, **more)
     except ValueError as error:
         raise UserError(f"layout {layout}: transformers refuses it: {error}") from error
-    if dist.is_initialized():
-        dist.barrier()
+    dist.barrier()
     return model
 
 
@@ -299,20 +245,3 @@ def _arguments(config: Config, folder: str, num_microbatches: int, batch: int) -
         disable_tqdm=True,
         save_strategy="no",
     )
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _environment() -> dict[str, str | None]:
-    """Set what torchrun sets for accelerate, and return the values before."""
-    rank, count = _rank(), dist.get_world_size() if dist.is_initialized() else 1
-    wanted = {"OMP_NUM_THREADS": "1"}
-    if count > 1:
-        wanted |= {name: str(rank) for name in ("RANK", "LOCAL_RANK")}
-        wanted |= {name: str(count) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
-        wanted["MASTER_ADDR"] = "127.0.0.1"
-    before = {name: os.environ.get(name) for name in wanted}
-    os.environ.update(wanted)
-    return before
