@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from megalite.utils.torch_private import backward_within
+
 _WIDE: dict[Any, Any] = {
     **dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), torch.float64),
     **dict.fromkeys((Tensor.float, Tensor.bfloat16, Tensor.half), Tensor.double),
@@ -45,7 +47,7 @@ def widened() -> Iterator[None]:
     torch.set_default_dtype(torch.float64)
     torch.set_default_dtype = lambda dtype: set_default(_widened(dtype))
     try:
-        with _Widened():
+        with _Widened() as mode, backward_within(mode):
             yield
     finally:
         torch.set_default_dtype = set_default

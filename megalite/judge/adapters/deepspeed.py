@@ -1,6 +1,6 @@
 """Judge DeepSpeed: ZeRO 0 to 3, AutoTP, AutoEP and Ulysses, with a causal language model of transformers.
 
-The loop is the one of DeepSpeed's guide: for each microbatch ``loss = engine(...).loss``, ``engine.backward(loss)``
+The loop is that of DeepSpeed's guide: for each microbatch ``loss = engine(...).loss``, ``engine.backward(loss)``
 and ``engine.step()``, with the mean loss of the microbatch. Layouts:
 
 * ``dp2`` to ``dp2+zero3``: the ZeRO stage.
@@ -12,6 +12,7 @@ and ``engine.step()``, with the mean loss of the microbatch. Layouts:
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -23,6 +24,8 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is importe
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.utils import groups, safe_get_full_grad
 from torch import Tensor, nn
 
@@ -39,6 +42,10 @@ PACKAGE = "deepspeed"
 VERSIONS = ("0.19.8",)
 LAYOUTS = ("mbs1", "dp2", "dp2+zero1", "dp2+zero2", "dp2+zero3", "tp2")
 
+_DTYPES = [*get_accelerator().supported_dtypes(), torch.float64]
+get_accelerator().supported_dtypes = lambda: _DTYPES  # its list for CPUs has no fp64
+_NO_GROUPS = {name: copy.copy(value) for name, value in vars(groups).items() if "GROUP" in name.upper()}
+"""The process groups that DeepSpeed's module keeps, before any is made."""
 _SWITCHES = ("zero1", "zero2", "zero3")
 
 
@@ -144,6 +151,11 @@ class DeepSpeedRun(Program):
 
     def close(self) -> None:
         self._engine.destroy()
+        vars(groups).update(_NO_GROUPS)  # they would outlive the process group of this layout
+        deepspeed.comm.comm.cdb = None
+        # A rank that has run more layouts than another would number its parameters and modules otherwise.
+        deepspeed.zero.Init.param_id = 0
+        DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0][0] = 0
         restore_variables(self._environment)
 
 
@@ -178,14 +190,15 @@ def _settings(layout: Layout, config: Config, options: Mapping[str, str]) -> dic
     count, rest = divmod(config.global_batch(dp), batch * dp)
     if rest or not count:
         raise UserError(f"--global-batch-size {config.global_batch(dp)} is not a multiple of {batch * dp}")
-    stages = [int(switch[-1]) for switch in layout.switches]
+    # With stage 0 the engine logs no gradient norm. One rank stands for all layouts, so it runs stage 1.
+    stages = [int(switch[-1]) for switch in layout.switches] or [int(layout.world_size == 1)]
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": batch,
         "gradient_accumulation_steps": count,
         "gradient_clipping": optimizer.clip_grad,
         "steps_per_print": 1 << 30,
         "zero_optimization": {
-            "stage": stages[0] if stages else 0,
+            "stage": stages[0],
             "stage3_param_persistence_threshold": 0,  # else a small model is not cut
         },
         "optimizer": {
