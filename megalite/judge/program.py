@@ -74,7 +74,7 @@ def part_of(full: Tensor, piece: Piece) -> Tensor:
 
 
 class Program:
-    """Training program on one rank. Its names are those of one rank, with numbers of the whole model's layers.
+    """Training program on one rank. Its names are those of one rank, with the whole model's layer numbers.
 
     For each iteration the judge calls `backward`, `gradients` and `update`, in this order. All ranks make the
     same calls, so each method may communicate.

@@ -45,6 +45,7 @@ COMMANDS = {
     ),
     "inspect": Command("tools/inspect_checkpoint.py", "show, check or compare checkpoints", "checkpoints"),
     "verify": Command("tools/verify_layout.py", "verify that a config trains the same run in any layout"),
+    "judge": Command("tools/judge.py", "judge whether another program trains the same run in any layout"),
     "report": Command("tools/report.py", "write an HTML page about runs"),
     "ladder": Command("tools/ladder.py", "train one family of models at several sizes, and fit its losses"),
     "launch": Command(

@@ -1,0 +1,107 @@
+"""Judge another program: whether it trains the same run in any layout.
+
+megalite judge megatron-core --layouts tp2,tp2+sp,dp2+zero1,tp2pp2dp2
+megalite judge my_program.py --layouts dp2,tp2
+
+It runs the program on this machine's CPU, in each layout and on one rank, from the same weights and on the
+same samples, in fp64. A layout whose losses, gradients, gradient norm or weights differ by more than rounding
+trains another run: it is traced, and the first tensor that differs is named. Runs also save, and the next
+layout resumes. The exit status is 1 if a layout trains another run.
+
+A program is an adapter of megalite (deepspeed, megatron-core, torchtitan, transformers), or a script of your
+own that defines build(layout, config, options): see docs/judge.md.
+
+It takes the flags of megalite train for the model and the batch.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from megalite.config import Config, check_config
+from megalite.config.fields import with_fields
+from megalite.distributed.local_ranks import LocalRanks
+from megalite.frontends.command_line import NEEDED_TO_TRAIN, parse_run
+from megalite.frontends.tool_parser import ToolParser, positive_int
+from megalite.judge.judge import Judge, Verdict
+from megalite.judge.rank_record import Task, adapter_names, import_adapter
+from megalite.observe.verify.layouts import Layout
+from megalite.utils.errors import UserError
+from megalite.utils.log import configure_logging, log
+
+DEFAULTS = {
+    "vocab_size": 128,
+    "seq_length": 16,
+    "global_batch_size": 8,
+    "micro_batch_size": 1,
+    "lr": 1e-3,
+}
+"""Fields that no flag has to set."""
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Judge the program, and exit with status 1 if a layout trains another run."""
+    parser = ToolParser(description=__doc__)
+    parser.add_argument("program", help=f"{', '.join(adapter_names())}, or the path of a script")
+    parser.add_argument(
+        "--layouts", help="names as in megalite verify: tp2,pp2,dp2+zero1 (default: those of the program)"
+    )
+    parser.add_argument("--iterations", type=positive_int, default=3, help="iterations per run (default 3)")
+    parser.add_argument(
+        "--set", nargs="+", default=[], metavar="NAME=VALUE", help="options of the program's own config"
+    )
+    parser.add_argument("--quick", action="store_true", help="do not save and resume")
+    parser.add_argument(
+        "--own-precision", action="store_true", help="keep the dtypes that the program names, instead of fp64"
+    )
+    own, rest = parser.parse_known_args(arguments)
+    configure_logging(rank=0)
+    module = import_adapter(own.program)
+    names = own.layouts.split(",") if own.layouts else getattr(module, "LAYOUTS", None)
+    if not names:
+        raise UserError(f"{own.program} defines no LAYOUTS: pass some, such as --layouts tp2,pp2,dp2")
+    layouts = [Layout.parse(name) for name in names]
+    config = _config(rest, own.iterations)
+    batch_size, length = config.training.global_batch_size, config.model.seq_length + 1
+    assert batch_size is not None and config.model.vocab_size is not None
+    generator = torch.Generator().manual_seed(config.training.seed)
+    samples = torch.randint(
+        config.model.vocab_size, (own.iterations, batch_size, length), generator=generator
+    )
+    task = Task(own.program, Layout(), config, _options(own.set), samples, is_wide=not own.own_precision)
+    with TemporaryDirectory(prefix="megalite-judge-") as folder, LocalRanks() as ranks:
+        verdict = Judge(module, task, ranks, None if own.quick else Path(folder)).run(layouts)
+    _log_verdict(verdict)
+    sys.exit(1 if verdict.different else 0)
+
+
+def _config(flags: Sequence[str], num_iterations: int) -> Config:
+    """Return the model and the batch that flags of training set; a small Llama by default."""
+    names = {flag.partition("=")[0] for flag in flags}
+    model = [] if names & {"--preset", "--config", "--num-layers"} else ["--preset", "llama-tiny"]
+    config, _, set_fields = parse_run([*model, *flags], (*NEEDED_TO_TRAIN, *DEFAULTS))
+    unset = {name: value for name, value in DEFAULTS.items() if name not in set_fields}
+    config = with_fields(config, **unset, train_iters=num_iterations, mock_data=not config.data.data_path)
+    check_config(config, 1)
+    return config
+
+
+def _options(pairs: Sequence[str]) -> dict[str, str]:
+    """Return the values of --set by name."""
+    if wrong := [pair for pair in pairs if "=" not in pair]:
+        raise UserError(f"--set {wrong[0]} has no value: write --set {wrong[0]}=VALUE")
+    return dict(pair.split("=", 1) for pair in pairs)
+
+
+def _log_verdict(verdict: Verdict) -> None:
+    if verdict.different:
+        log.info("NOT the same run: %s", ", ".join(verdict.different))
+    else:
+        log.info("every layout that can run trains the same run")
+    if verdict.refused:
+        log.info("not judged: %s", ", ".join(verdict.refused))

@@ -1,0 +1,175 @@
+"""Compare what a layout has computed with the reference, within a tolerance that is measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from torch import Tensor
+
+from megalite.judge.factors import factor_of, named_factor
+from megalite.judge.full_record import FullRecord, FullTensor
+from megalite.observe.verify.compare_runs import ROUNDING, SMALLEST, magnitude
+from megalite.utils.errors import few
+
+START, GRADIENT, WEIGHT = "start", "gradient", "weight"
+"""Kinds of tensors: before the first iteration, in it, and after the last one."""
+SAFETY = 30.0
+"""Factor between the measured effect of one rounding of each weight and the tolerance."""
+EXACT = 1e3
+"""Factor between the least tolerance and the deviation from a multiple that still counts as one."""
+
+Key = tuple[str, str]
+"""A kind of tensors and a parameter, or the name of a number and its iteration."""
+
+
+class Difference(NamedTuple):
+    """Difference of one quantity from the reference.
+
+    Attributes:
+        size: the difference, relative to the largest magnitude of the tensor.
+        text: what differs and how, in words; for a tensor with ``{}`` in the place of its name.
+        phase: 0 for the start, 1 for what the first iteration computes from it, 2 for what follows from that.
+    """
+
+    size: float
+    text: str
+    phase: int
+
+
+Differences = dict[Key, Difference]
+
+
+class Comparison:
+    """Comparison of layouts with the reference.
+
+    Args:
+        reference: what one rank has computed.
+        floor: least tolerance, as a relative difference.
+
+    Attributes:
+        tolerance: measured tolerance of each quantity; see `measure`.
+    """
+
+    def __init__(self, reference: FullRecord, floor: float) -> None:
+        self.reference = reference
+        self.floor = floor
+        self.tolerance: dict[Key, float] = {}
+        gradients = {name: magnitude(full.value) for name, full in reference.gradients.items()}
+        self._largest = max(gradients.values(), default=0.0)
+        # What Adam makes of a gradient that is zero but for rounding is random.
+        self._noise = {name for name, each in gradients.items() if 0.0 < each <= ROUNDING * self._largest}
+
+    def measure(self, perturbed: FullRecord) -> None:
+        """Widen the tolerance by a run of one rank whose start was changed by rounding."""
+        for key, found in self.differences(perturbed, {}).items():
+            self.tolerance[key] = max(self.tolerance.get(key, 0.0), SAFETY * found.size)
+
+    def findings(self, differences: Differences) -> Differences:
+        """Return the differences above the tolerance, and of these, those of the first phase that has any."""
+        found = {
+            key: each
+            for key, each in differences.items()
+            if not each.size <= max(self.floor, self.tolerance.get(key, 0.0))
+        }
+        first = min((each.phase for each in found.values()), default=0)
+        return {key: each for key, each in found.items() if each.phase == first}
+
+    def differences(self, record: FullRecord, sizes: Mapping[str, int], since: int = 0) -> Differences:
+        """Compare all quantities of a record.
+
+        Args:
+            sizes: numbers of the layout that a factor can come from, by name.
+            since: iterations of the reference before the first one of a record that has resumed; its start
+                and its first gradients are not compared.
+        """
+        found: Differences = {}
+        reference = self.reference
+        if since == 0:
+            for name, full in reference.start.items():
+                found[START, name] = self._tensor(START, record.start.get(name), full.value, sizes, 0)
+            for name, full in reference.gradients.items():
+                smallest = SMALLEST * self._largest
+                own = record.gradients.get(name)
+                found[GRADIENT, name] = self._tensor(GRADIENT, own, full.value, sizes, 1, smallest)
+        reports = zip(record.reports, reference.reports[since:], strict=True)
+        for iteration, (report, expected) in enumerate(reports, since + 1):
+            for name in expected.keys() & report.keys() if since else expected:
+                phase = 1 if iteration == 1 else 2
+                found[name, str(iteration)] = _number(name, iteration, report, expected, sizes, phase)
+        for name, full in reference.weights.items():
+            if name not in self._noise:
+                found[WEIGHT, name] = self._tensor(WEIGHT, record.weights.get(name), full.value, sizes, 2)
+        return found
+
+    def _tensor(
+        self,
+        kind: str,
+        tensor: FullTensor | None,
+        reference: Tensor,
+        sizes: Mapping[str, int],
+        phase: int,
+        smallest: float = 0.0,
+    ) -> Difference:
+        if tensor is None or tensor.value.shape != reference.shape:
+            shape = "missing" if tensor is None else f"of shape {list(tensor.value.shape)}"
+            return Difference(math.inf, f"the {kind} of {{}} is {shape}", phase)
+        scale = max(magnitude(reference), smallest, 1e-30)
+        off = float((tensor.value - reference).abs().max()) if reference.numel() else 0.0
+        size = max(off / scale, tensor.disagreement / scale, key=_nan_last)
+        return Difference(size, self._described(kind, tensor, reference, size, sizes), phase)
+
+    def _described(
+        self, kind: str, tensor: FullTensor, reference: Tensor, size: float, sizes: Mapping[str, int]
+    ) -> str:
+        exact = EXACT * self.floor
+        if tensor.total is not None and tensor.num_holders is not None:
+            text = (
+                f"ranks {tensor.ranks[0]} and {tensor.ranks[1]} hold different copies of the {kind} of {{}}"
+            )
+            for value, word in ((tensor.total, "sum"), (tensor.total / tensor.num_holders, "mean")):
+                factor = factor_of(value, reference, exact)
+                if factor is not None and abs(factor - 1.0) <= exact:
+                    return f"{text}: their {word} is the reference's, so a reduction over them is missing"
+            return f"{text}, by {size:.1e}"
+        factor = factor_of(tensor.value, reference, exact)
+        if factor is not None and abs(factor - 1.0) > exact:
+            return f"the {kind} of {{}} is {named_factor(factor, sizes)} the reference's"
+        return f"the {kind} of {{}} differs by {size:.1e}"
+
+
+def _number(
+    name: str,
+    iteration: int,
+    report: Mapping[str, float],
+    expected: Mapping[str, float],
+    sizes: Mapping[str, int],
+    phase: int,
+) -> Difference:
+    if name not in report:
+        return Difference(math.inf, f"no rank reports the {name} of iteration {iteration}", phase)
+    value, right = report[name], expected[name]
+    size = abs(value - right) / max(abs(right), 1e-30)
+    text = f"the {name} of iteration {iteration} is {value:.9g} instead of {right:.9g} (by {size:.1e})"
+    factor = named_factor(value / right, sizes) if right else ""
+    return Difference(size, f"{text}: {factor} the reference's" if "(" in factor else text, phase)
+
+
+def largest(differences: Differences, kinds: Iterable[str]) -> float:
+    """Return the largest difference of some kinds."""
+    sizes = (each.size for (kind, _), each in differences.items() if kind in kinds)
+    return max(sizes, key=_nan_last, default=0.0)
+
+
+def lines(findings: Differences) -> list[str]:
+    """Return a line for each distinct finding: tensors that are wrong in the same way share one."""
+    names: dict[str, list[str]] = {}
+    for (_, name), each in findings.items():
+        names.setdefault(each.text, []).append(name)
+    found = [text.format(few(each, 2)) if "{}" in text else text for text, each in names.items()]
+    return sorted(found, key=lambda line: not line.startswith("ranks"))  # who disagrees comes first
+
+
+def _nan_last(value: float) -> float:
+    return math.inf if math.isnan(value) else value

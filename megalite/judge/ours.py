@@ -1,0 +1,76 @@
+"""Record megalite's own run on one rank: the weights to start from, the samples, and a second opinion."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megalite.config import Config
+from megalite.data.batch.microbatch import LM_LOSS
+from megalite.distributed.topology import Topology
+from megalite.tensor_parallel.parameter_spec import spec_of
+from megalite.train.model_chunks import named_parameters
+from megalite.train.run_context import build_data, resolve_run
+from megalite.train.trainer import Trainer
+
+Tensors = dict[str, Tensor]
+
+
+class OwnRun(NamedTuple):
+    """Megalite's run on one rank.
+
+    Attributes:
+        start, gradients, weights: by parameter: before the first iteration, in it, and after the last one.
+        samples: ``[iterations, global batch, sequence + 1]``.
+        reports: figures of each iteration, by the names that adapters use.
+    """
+
+    start: Tensors
+    samples: Tensor
+    gradients: Tensors
+    weights: Tensors
+    reports: list[dict[str, float]]
+
+
+def record_ours(topology: Topology, config: Config, num_iterations: int) -> OwnRun:
+    """Train on this rank."""
+    run = resolve_run(config, topology)
+    gradients: Tensors = {}
+    samples: list[Tensor] = []
+    reports: list[dict[str, float]] = []
+    with Trainer(run, build_data(run)) as trainer:
+
+        def full(local: Callable[[str], Tensor]) -> Tensors:
+            """Copy tensors of all parameters, without the padding of the vocabulary."""
+            named = {name: spec_of(each).used_shape[0] for name, each in named_parameters(trainer.chunks)}
+            return {name: local(name)[:rows].detach().clone() for name, rows in named.items()}
+
+        def keep_gradients() -> None:
+            if not gradients:
+                gradients.update(full(trainer.optimizer.gradient))
+
+        start = full(trainer.optimizer.weight)
+        trainer.train_step.before_update.append(keep_gradients)
+        for _ in range(num_iterations):
+            samples.append(_samples(trainer))
+            result = trainer.step()
+            reports.append(
+                {
+                    "loss": result.losses[LM_LOSS],
+                    "gradient norm": result.grad_norm,
+                    "learning rate": result.plan.learning_rate,
+                    **{name: value for name, value in result.losses.items() if name != LM_LOSS},
+                }
+            )
+        trainer.optimizer.finish_weights()
+        return OwnRun(start, torch.stack(samples), gradients, full(trainer.optimizer.weight), reports)
+
+
+def _samples(trainer: Trainer) -> Tensor:
+    """Return the tokens of the next global batch."""
+    first = trainer.progress.consumed_samples
+    batches = [trainer.load_batch.load_for_replica(first, i, 0) for i in range(trainer.num_microbatches)]
+    return torch.cat([torch.cat([each.tokens, each.labels[:, -1:]], dim=1) for each in batches])

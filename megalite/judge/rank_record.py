@@ -1,0 +1,168 @@
+"""Run a program on one rank, and record what must not depend on the layout."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Mapping
+from contextlib import closing, nullcontext
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+from torch import Tensor
+
+from megalite.config import Config
+from megalite.distributed.topology import Topology
+from megalite.judge.precision import widened
+from megalite.judge.program import Piece, Program
+from megalite.judge.trace import Observation, Tracer
+from megalite.observe.verify.layouts import Layout
+from megalite.utils.errors import UserError, first_line
+
+Pieces = dict[str, Piece]
+
+
+class Task(NamedTuple):
+    """What the ranks of a layout do.
+
+    Attributes:
+        adapter: name of a module of `megalite.judge.adapters`, or the path of a script.
+        options: values of --set by name.
+        samples: tokens of the iterations, ``[iterations, global batch, sequence + 1]``.
+        start: full tensors of the weights to start from; None for those that the program draws.
+        load: folder of a checkpoint to resume instead.
+        save: folder to save to, and the number of iterations before.
+        is_wide: compute in fp64 whatever dtype the program names.
+        is_traced: record the outputs of modules and their gradients in the first iteration.
+    """
+
+    adapter: str
+    layout: Layout
+    config: Config
+    options: Mapping[str, str]
+    samples: Tensor
+    start: Mapping[str, Tensor] | None = None
+    load: Path | None = None
+    save: tuple[Path, int] | None = None
+    is_wide: bool = True
+    is_traced: bool = False
+
+
+class RankRecord(NamedTuple):
+    """What one rank has recorded.
+
+    Attributes:
+        own_start: weights that the program has drawn.
+        start: weights before the first iteration.
+        reports: what the program logs of each iteration.
+        gradients: gradients of the first iteration.
+        weights: weights after the last iteration.
+        save_error: why the program could not save; empty if it could, or was not told to.
+        trace: of the first iteration, if it was traced.
+    """
+
+    own_start: Pieces
+    start: Pieces
+    reports: list[dict[str, float]]
+    gradients: Pieces
+    weights: Pieces
+    save_error: str
+    trace: list[Observation]
+
+
+def import_adapter(name: str) -> ModuleType:
+    """Import an adapter by its name, or a script by its path.
+
+    Raises:
+        UserError: there is none, its package is missing, or it does not define `build`.
+    """
+    path = Path(name)
+    if path.suffix == ".py":
+        if not path.is_file():
+            raise UserError(f"there is no script {name}")
+        spec = importlib.util.spec_from_file_location(f"judged_{path.stem}", path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module  # dataclasses look their module up
+        sys.path.insert(0, str(path.parent.resolve()))
+        spec.loader.exec_module(module)
+        if not hasattr(module, "build"):
+            raise UserError(
+                f"{name} defines no build(layout, config, options): see megalite/judge/program.py"
+            )
+        return module
+    module_name = f"megalite.judge.adapters.{name.replace('-', '_')}"
+    try:
+        return import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name == module_name:
+            raise UserError(
+                f"there is no adapter {name}: pass {', '.join(adapter_names())}, or the path of a script"
+            ) from None
+        missing = (error.name or "a package").partition(".")[0]
+        raise UserError(f"the adapter {name} needs {missing}: install it with pip") from None
+
+
+def adapter_names() -> list[str]:
+    """Return the names of all adapters."""
+    files = sorted((Path(__file__).parent / "adapters").glob("[!_]*.py"))
+    return [path.stem.replace("_", "-") for path in files]
+
+
+def record_rank(topology: Topology, task: Task) -> RankRecord:
+    """Run a task on this rank."""
+    os.environ.update(
+        RANK=str(topology.rank), LOCAL_RANK=str(topology.rank), WORLD_SIZE=str(topology.world_size)
+    )
+    with widened() if task.is_wide else nullcontext():
+        program: Program = import_adapter(task.adapter).build(task.layout, task.config, task.options)
+        with closing(program):
+            return _record(program, task)
+
+
+def _record(program: Program, task: Task) -> RankRecord:
+    own_start = _copied(program.weights())
+    if task.load is not None:
+        program.resume(task.load)
+    elif task.start is not None:
+        names = program.weights().keys()
+        if missing := sorted(names - task.start.keys()):
+            raise UserError(f"the start has no {missing[0]}, which the program trains")
+        program.load(task.start)
+    start = _copied(program.weights())
+    reports, save_error = [], ""
+    gradients: Pieces = {}
+    with Tracer(program.modules()) if task.is_traced else nullcontext() as tracer:
+        for number, batch in enumerate(task.samples):
+            before = batch.clone()
+            terms = program.backward(batch)
+            if not batch.equal(before):
+                raise UserError("the program changes the samples that it is given: copy them in backward")
+            if number == 0:
+                gradients = _copied(program.gradients())
+                if tracer is not None:
+                    tracer.end()
+            reports.append({**terms, **program.update()})
+            if task.save is not None and number + 1 == task.save[1]:
+                save_error = _save(program, task.save[0])
+    trace = [] if tracer is None else tracer.observations
+    return RankRecord(own_start, start, reports, gradients, _copied(program.weights()), save_error, trace)
+
+
+def _save(program: Program, folder: Path) -> str:
+    try:
+        program.save(folder)
+    except UserError as error:
+        return first_line(error)
+    return ""
+
+
+def _copied(pieces: Mapping[str, Piece]) -> Pieces:
+    """Return pieces that later iterations do not change."""
+    return {
+        name: piece._replace(tensor=piece.tensor.detach().clone(), shape=tuple(piece.shape))
+        for name, piece in pieces.items()
+    }
