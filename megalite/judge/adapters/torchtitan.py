@@ -29,16 +29,19 @@ from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.distributed import parallel_dims as titan_axes
 from torchtitan.distributed import utils as titan_distributed
 from torchtitan.distributed.pipeline_parallel import generate_llm_fqn_per_model_part
+from torchtitan.models.attention import ScaledDotProductAttentionWrapper
 from torchtitan.protocols import train_spec
 from torchtitan.tools import utils as titan_utils
 from torchtitan.train import Trainer
 
 from megalite.config import Config
 from megalite.frontends.huggingface.families import family_of, to_hf
+from megalite.judge.cpu_attention import flash_attention
 from megalite.judge.dtensors import piece_of
 from megalite.judge.program import Piece, Program
 from megalite.observe.verify.layouts import Layout
 from megalite.utils.errors import UserError
+from megalite.utils.torch_private import disable_context_parallelism
 
 PACKAGE = "torchtitan"
 VERSIONS = ("0.2.2",)
@@ -58,6 +61,24 @@ LAYOUTS = (
 
 for _module in (titan_utils, titan_axes, titan_distributed):
     _module.device_type, _module.device_module = "cpu", torch.cpu
+
+
+def _histc(values: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Return torch.histc, which counts integers on GPUs only, of numbers of any dtype."""
+    return _FLOAT_HISTC(values.double(), *args, **kwargs).to(values.dtype)
+
+
+_FLOAT_HISTC = torch.histc
+torch.histc = _histc
+
+
+def _attend(
+    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = True, **options: Any
+) -> Tensor:
+    return flash_attention(q, k, v, is_causal=is_causal, **options)
+
+
+ScaledDotProductAttentionWrapper.forward = _attend  # a GPU's operator, because the CPU's knows no DTensors
 
 _SCHEDULES = {
     None: "1F1B",
@@ -134,6 +155,7 @@ def _qwen3_moe(hf: Settings) -> dict[str, Any]:
 
 def _deepseek_v3(hf: Settings) -> dict[str, Any]:
     _require(hf, tie_word_embeddings=False, rope_scaling=None, num_key_value_heads=hf["num_attention_heads"])
+    _require(hf, rms_norm_eps=1e-6)  # of its latents, whose norms here have the epsilon of the others
     has_groups = hf["n_group"] > 1
     experts = {
         "num_experts": hf["n_routed_experts"],
@@ -458,6 +480,7 @@ class _TrainerProgram(Program):
 
     def close(self) -> None:
         self.trainer.close()
+        disable_context_parallelism()
         gc.enable()  # the trainer has disabled it
 
 
