@@ -125,7 +125,7 @@ class _Match:
 
     def contains(self, local: Tensor, factor: float) -> bool:
         """Return whether each row that is not zero is in the reference times the factor, whole or cut."""
-        local = local[local.abs().amax(1) > 0]
+        local = local[local.abs().amax(1) != 0]  # also NaN
         return any(
             _distance(local, cut * factor) <= self._limit * abs(factor)
             for cut in _cuts(self._rows, local.shape[1])

@@ -1,0 +1,1 @@
+"""What the adapter of megatron-core is made of."""

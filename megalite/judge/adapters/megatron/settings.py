@@ -1,0 +1,201 @@
+"""Megatron's configs, from a layout, megalite's config and options by name."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import enum
+import inspect
+import typing
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+from megalite.config import Config
+from megalite.config.fields import MODEL_FIELDS, inactive_options
+from megalite.config.option import flag_of
+from megalite.observe.verify.layouts import Layout
+from megalite.utils.errors import UserError
+
+_SWITCHES: Mapping[str, Mapping[str, Any]] = {
+    "sp": {"sequence_parallel": True},
+    "zero1": {"use_distributed_optimizer": True},
+    "gather": {"overlap_param_gather": True, "overlap_grad_reduce": True},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    "selective": {"recompute_granularity": "selective"},
+    "uneven": {"num_layers_in_first_pipeline_stage": 1},
+    "allgather": {"moe_token_dispatcher_type": "allgather"},
+}
+"""Fields of Megatron's configs that the switches of a layout set."""
+
+_ACTIVATIONS: Mapping[str, Mapping[str, Any]] = {
+    "gelu": {"activation_func": partial(F.gelu, approximate="tanh")},
+    "gelu_exact": {"activation_func": F.gelu},
+    "relu": {"activation_func": F.relu},
+    "squared_relu": {"activation_func": lambda values: F.relu(values).square()},
+    "swiglu": {"activation_func": F.silu, "gated_linear_unit": True},
+    "geglu": {"activation_func": partial(F.gelu, approximate="tanh"), "gated_linear_unit": True},
+    "geglu_exact": {"activation_func": F.gelu, "gated_linear_unit": True},
+    "reglu": {"activation_func": F.relu, "gated_linear_unit": True},
+}
+
+_OF_THE_PROGRAM = {
+    *("architecture", "seq_length", "max_position_embeddings", "vocab_size", "make_vocab_size_divisible_by"),
+    *("pad_vocab_size_to", "position_embedding_type", "untie_embeddings_and_output_weights", "norm_epsilon"),
+    *(
+        "zero_centered_norms",
+        "activation",
+        "num_experts",
+        "recurrent_mixer",
+        "params_dtype",
+        "attention_backend",
+    ),
+    *("bert_binary_head", "mask_prob", "init_method_std", "rope_scaling"),
+}
+"""Fields of megalite's model that `model_values` reads, or that do not matter here."""
+
+
+def model_values(config: Config) -> dict[str, Any]:
+    """Return the fields of Megatron's configs that describe megalite's model.
+
+    Raises:
+        UserError: it has an option that the GPT model of megatron-core does not have.
+    """
+    model = config.model
+    theirs = {field.name for field in dataclasses.fields(MLATransformerConfig)}
+    unknown = MODEL_FIELDS.keys() - theirs - _OF_THE_PROGRAM - inactive_options(model).keys()
+    for name in sorted(unknown):
+        if getattr(model, name) != MODEL_FIELDS[name].default:
+            raise UserError(f"megatron-core has no {flag_of(name)} {getattr(model, name)}: remove it")
+    if model.architecture != "gpt" or model.activation not in _ACTIVATIONS or model.rope_scaling != "none":
+        raise UserError("megatron-core is judged with GPT models, without --quick-geglu and --rope-scaling")
+    if model.position_embedding_type == "alibi":
+        raise UserError("megatron-core has no --position-embedding-type alibi: pass rope")
+    values = {name: getattr(model, name) for name in MODEL_FIELDS if name in theirs}
+    values = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+    for name in ("moe_layer_freq", "linear_attention_freq", "window_attn_skip_freq"):
+        if values[name] is not None and len(values[name]) == 1:
+            values[name] = values[name][0]
+    if not model.multi_latent_attention:
+        of_latents = theirs - {field.name for field in dataclasses.fields(TransformerConfig)}
+        values = {name: value for name, value in values.items() if name not in of_latents}
+    values |= {
+        **_ACTIVATIONS[model.activation],
+        "ffn_hidden_size": model.ffn_size,
+        "kv_channels": model.head_dim if not model.multi_latent_attention else None,
+        "num_query_groups": model.num_kv_heads,
+        "layernorm_epsilon": model.norm_epsilon,
+        "layernorm_zero_centered_gamma": model.zero_centered_norms,
+        "num_moe_experts": model.num_experts,
+        "moe_ffn_hidden_size": model.expert_ffn_size if model.num_experts else None,
+        "moe_layer_freq": values["moe_layer_freq"] or 1,
+        "moe_z_loss_coeff": model.moe_z_loss_coeff or None,
+        "moe_token_dispatcher_type": config.parallel.moe_token_dispatcher_type,
+        "mtp_num_layers": model.mtp_num_layers or None,
+        "params_dtype": torch.float32,
+        "pipeline_dtype": torch.float32,
+        "deallocate_pipeline_outputs": True,
+        "use_cpu_initialization": True,
+    }
+    if model.multi_latent_attention:
+        values |= {"rope_type": "rope", "num_query_groups": None, "rotary_base": model.rotary_base}
+    if model.recurrent_mixer != "none":
+        values["experimental_attention_variant"] = model.recurrent_mixer
+    values.pop("attention_backend", None)
+    return values
+
+
+def layout_values(layout: Layout) -> dict[str, Any]:
+    """Return the fields of Megatron's configs that a layout sets.
+
+    Raises:
+        UserError: megatron-core has no such layout on a CPU.
+    """
+    if layout.size("cp") > 1:
+        raise UserError(
+            f"layout {layout}: context parallelism of megatron-core needs Transformer Engine: remove cp"
+        )
+    if layout.schedule is not None:
+        raise UserError(f"layout {layout}: megatron-core has no such schedule: write pp2 or pp2v2")
+    values: dict[str, Any] = {
+        "tensor_model_parallel_size": layout.size("tp"),
+        "pipeline_model_parallel_size": layout.size("pp"),
+        "virtual_pipeline_model_parallel_size": layout.v,
+        "expert_model_parallel_size": layout.size("ep"),
+        "expert_tensor_parallel_size": layout.sizes.get("etp", layout.size("tp")),
+    }
+    if layout.v is not None:
+        values |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}  # as Megatron-LM's arguments do
+    for switch in layout.switches:
+        if switch not in _SWITCHES:
+            raise UserError(f"layout {layout}: megatron-core has no +{switch} on a CPU: remove it")
+        values |= _SWITCHES[switch]
+    if layout.shard is not None:
+        values["num_distributed_optimizer_instances"] = layout.size("dp") // layout.shard
+    return values
+
+
+def optimizer_values(config: Config) -> dict[str, Any]:
+    """Return the fields of Megatron's optimizer that megalite's optimizer describes.
+
+    Raises:
+        UserError: megatron-core needs another package for it.
+    """
+    ours = config.optimizer
+    if ours.optimizer != "adam":
+        raise UserError(f"--optimizer {ours.optimizer} of megatron-core needs emerging_optimizers: pass adam")
+    names = {field.name for field in dataclasses.fields(OptimizerConfig)}
+    same = names & {field.name for field in dataclasses.fields(ours)} - {"optimizer_cpu_offload"}
+    same -= {"exp_avg_dtype", "exp_avg_sq_dtype", "optimizer_offload_fraction"}
+    return {name: getattr(ours, name) for name in same}
+
+
+_Options = TypeVar("_Options")
+
+
+def filled(kind: type[_Options], values: Mapping[str, Any], options: Mapping[str, str]) -> _Options:
+    """Return one of Megatron's configs: the values and options that it has fields for."""
+    hints = typing.get_type_hints(kind)
+    named = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    chosen = {name: value for name, value in values.items() if name in named}
+    chosen |= {name: _parsed(name, text, hints[name]) for name, text in options.items() if name in named}
+    try:
+        return kind(**chosen)
+    except (AssertionError, ValueError) as error:
+        raise UserError(f"megatron-core refuses its {kind.__name__}: {error}") from None
+
+
+def _parsed(name: str, text: str, hint: Any) -> Any:
+    """Return the value of a field that --set gives as text.
+
+    Raises:
+        UserError: the field has another type.
+    """
+    for kind in typing.get_args(hint) if typing.get_origin(hint) is typing.Union else (hint,):
+        if kind is type(None) and text == "None":
+            return None
+        if kind is bool and text.lower() in ("true", "false"):
+            return text.lower() == "true"
+        if typing.get_origin(kind) is typing.Literal and text in typing.get_args(kind):
+            return text
+        if isinstance(kind, type) and issubclass(kind, enum.Enum) and text in kind.__members__:
+            return kind[text]
+        if kind is torch.dtype and isinstance(getattr(torch, text, None), torch.dtype):
+            return getattr(torch, text)
+        if kind in (Callable, typing.get_origin(Callable[..., Any])) and hasattr(F, text):
+            return getattr(F, text)
+        try:
+            value = ast.literal_eval(text)
+        except (SyntaxError, ValueError):
+            value = text
+        wanted = typing.get_origin(kind) or kind
+        if isinstance(wanted, type) and type(value) is wanted:
+            return value
+        if kind is float and type(value) is int:
+            return float(value)
+    raise UserError(f"--set {name}={text}: megatron-core wants {inspect.formatannotation(hint)}")
