@@ -1,7 +1,7 @@
 """Judge DeepSpeed: ZeRO 0 to 3, AutoTP, AutoEP and Ulysses, with a causal language model of transformers.
 
-The loop is that of DeepSpeed's guide: for each microbatch ``loss = engine(...).loss``, ``engine.backward(loss)``
-and ``engine.step()``, with the mean loss of the microbatch. Layouts:
+The loop is that of DeepSpeed's guide, with the mean loss of each microbatch: ``loss = engine(...).loss``,
+``engine.backward(loss)`` and ``engine.step()``. Layouts:
 
 * ``dp2`` to ``dp2+zero3``: the ZeRO stage.
 * ``tp2``: AutoTP, by ``tensor_parallel.autotp_size``.

@@ -12,6 +12,7 @@ and trained by the methods of a `Trainer`, in the loop of `Trainer._run_epoch` o
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -24,14 +25,15 @@ import transformers
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.trainer_pt_utils import nested_gather
 
 from megalite.config import Config
+from megalite.judge.dtensors import piece_of
 from megalite.judge.environment import restore_variables, set_torchrun_variables
 from megalite.judge.hf_models import from_megalite, hf_class, hf_config, saved_tensors
-from megalite.judge.program import Piece, Program, positions_in
+from megalite.judge.program import Piece, Program
 from megalite.observe.verify.layouts import Layout
 from megalite.utils.errors import UserError
 
@@ -152,19 +154,6 @@ def build(layout: Layout, config: Config, options: Mapping[str, str]) -> Program
     return TransformersRun(layout, config, options)
 
 
-def piece_of(tensor: Tensor) -> Piece:
-    """Return the piece of a rank that holds a tensor or its part of a DTensor."""
-    if not isinstance(tensor, DTensor):
-        return Piece.whole(tensor)
-    shape = tuple(tensor.shape)
-    if any(placement.is_partial() for placement in tensor.placements):
-        raise UserError(f"a DTensor of placements {tensor.placements} is not reduced")
-    places = distribute_tensor(
-        positions_in(shape), tensor.device_mesh, tensor.placements, src_data_rank=None
-    ).to_local()
-    return Piece(tensor.to_local(), shape, places)
-
-
 def _refuse_unknown(layout: Layout, config: Config, options: Mapping[str, str]) -> None:
     """Raise `UserError` for what transformers cannot do here, or this adapter does not map."""
     if unknown := sorted(set(layout.sizes) - {"tp", "dp", "ep", "etp"}):
@@ -193,16 +182,17 @@ def _refuse_unknown(layout: Layout, config: Config, options: Mapping[str, str]) 
 
 def _load_model(layout: Layout, config: Config, options: Mapping[str, str]) -> Any:
     """Return the model as `from_pretrained` cuts it, from a folder that rank 0 writes."""
-    folder = [tempfile.mkdtemp(prefix="judge-weights-") if dist.get_rank() == 0 else ""]
+    is_first = dist.get_rank() == 0
+    folder = [tempfile.mkdtemp(prefix="judge-weights-") if is_first else ""]
     kind, hf = hf_class(config), hf_config(config)
-    hf._attn_implementation = options.get("attention", "sdpa")
     hf._experts_implementation = options.get("experts", hf._experts_implementation)
-    if dist.get_rank() == 0:
+    if is_first:
         kind(hf).save_pretrained(folder[0])
     dist.broadcast_object_list(folder, src=0)
     sizes = _sizes(layout)
-    more: dict[str, Any] = {"attn_implementation": hf._attn_implementation}
-    more["experts_implementation"] = hf._experts_implementation
+    more: dict[str, Any] = {"experts_implementation": hf._experts_implementation}
+    if "attention" in options:
+        more["attn_implementation"] = options["attention"]
     if sizes:
         more["distributed_config"] = DistributedConfig(**sizes, ep_implementation=options.get("ep", "auto"))
     try:
@@ -210,6 +200,8 @@ def _load_model(layout: Layout, config: Config, options: Mapping[str, str]) -> A
     except ValueError as error:
         raise UserError(f"layout {layout}: transformers refuses it: {error}") from error
     dist.barrier()
+    if is_first:
+        shutil.rmtree(folder[0])
     return model
 
 
