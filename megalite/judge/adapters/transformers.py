@@ -16,6 +16,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -31,7 +32,6 @@ from transformers.trainer_pt_utils import nested_gather
 
 from megalite.config import Config
 from megalite.judge.dtensors import piece_of
-from megalite.judge.environment import restore_variables, set_torchrun_variables
 from megalite.judge.hf_models import from_megalite, hf_class, hf_config, saved_tensors
 from megalite.judge.program import Piece, Program
 from megalite.observe.verify.layouts import Layout
@@ -43,6 +43,7 @@ PACKAGE = "transformers"
 VERSIONS = ("5.23.0",)
 LAYOUTS = ("tp2", "dp2", "dp2+zero3", "mbs1", "tp2dp2", "tp2dp2+zero3")
 
+transformers.utils.logging.disable_progress_bar()
 _OPTIMIZERS = {"adam": "adamw_torch_fused"}
 _OPTIONS = {
     "masked-token": "labels with this token have no loss",
@@ -62,7 +63,6 @@ class TransformersRun(Program):
         self._tp, dp = layout.size("tp"), layout.size("dp")
         self._dp, self._batch = dp, layout.mbs or config.training.micro_batch_size
         self._masked = int(options["masked-token"]) if "masked-token" in options else None
-        self._environment = set_torchrun_variables()
         self._folder = tempfile.TemporaryDirectory(prefix="judge-transformers-")
         model = _load_model(layout, config, options)
         arguments = _arguments(config, self._folder.name, self._num_microbatches(config), self._batch)
@@ -142,11 +142,24 @@ class TransformersRun(Program):
     def modules(self) -> Mapping[str, torch.nn.Module]:
         return {name: module for name, module in self._trainer.model.named_modules() if name}
 
+    def save(self, folder: Path) -> None:
+        if self._trainer.is_distributed_loading_by_transformers:
+            raise UserError("the Trainer of transformers cannot resume with a DistributedConfig")
+        self._trainer.args.output_dir = str(folder)
+        self._trainer._save_checkpoint(self._model, None)
+        dist.barrier()
+
+    def resume(self, folder: Path) -> None:
+        if self._trainer.is_distributed_loading_by_transformers:
+            raise UserError("the Trainer of transformers cannot resume with a DistributedConfig")
+        (checkpoint,) = folder.glob("checkpoint-*")
+        self._trainer._load_from_checkpoint(str(checkpoint))
+        self._trainer._load_optimizer_and_scheduler(str(checkpoint))
+
     def close(self) -> None:
         for state in (GradientState, AcceleratorState, PartialState):
             state._reset_state()  # singletons, which would outlive the layout
         self._folder.cleanup()
-        restore_variables(self._environment)
 
 
 def build(layout: Layout, config: Config, options: Mapping[str, str]) -> Program:
@@ -186,6 +199,7 @@ def _load_model(layout: Layout, config: Config, options: Mapping[str, str]) -> A
     folder = [tempfile.mkdtemp(prefix="judge-weights-") if is_first else ""]
     kind, hf = hf_class(config), hf_config(config)
     hf._experts_implementation = options.get("experts", hf._experts_implementation)
+    torch.manual_seed(config.training.seed)
     if is_first:
         kind(hf).save_pretrained(folder[0])
     dist.broadcast_object_list(folder, src=0)
