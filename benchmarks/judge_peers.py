@@ -2,8 +2,8 @@
 
 python benchmarks/judge_peers.py megatron-core --draws 50 --seed 1
 
-Each draw is a small model, a batch and four layouts of the adapter. A right layout must never be called wrong, so
-each one that is called so is an error of the package, of the adapter or of the judge: its command is printed.
+Each draw is a small model, a batch and four layouts of the adapter. A right layout must never be called
+wrong: each one that is, is an error of the package, of the adapter or of the judge. Its command is printed.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ def drawn_model(random: random.Random) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    """Judge the draws, and print how many layouts trained the same run."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
