@@ -29,7 +29,8 @@ class Deviation(NamedTuple):
 
     Attributes:
         size: the difference, relative to the largest magnitude of the tensor.
-        text: what differs and how, in words; for a tensor with ``{}`` in the place of its name.
+        text: what differs and how, in words; for a tensor with ``{}`` in the place of its name, and without a
+            number if only its size is known.
         phase: 0 for the start, 1 for what the first iteration computes from it, 2 for what follows from that.
     """
 
@@ -118,11 +119,9 @@ class ReferenceCheck:
         scale = max(magnitude(reference), smallest, 1e-30)
         off = float((tensor.value - reference).abs().max()) if reference.numel() else 0.0
         size = max(off / scale, tensor.disagreement / scale, key=_nan_last)
-        return Deviation(size, self._described(kind, tensor, reference, size, sizes), phase)
+        return Deviation(size, self._described(kind, tensor, reference, sizes), phase)
 
-    def _described(
-        self, kind: str, tensor: FullTensor, reference: Tensor, size: float, sizes: Mapping[str, int]
-    ) -> str:
+    def _described(self, kind: str, tensor: FullTensor, reference: Tensor, sizes: Mapping[str, int]) -> str:
         exact = EXACT * self.floor
         if tensor.total is not None and tensor.num_holders is not None:
             text = (
@@ -132,11 +131,11 @@ class ReferenceCheck:
                 factor = factor_of(value, reference, exact)
                 if factor is not None and abs(factor - 1.0) <= exact:
                     return f"{text}: their {word} is the reference's, so a reduction over them is missing"
-            return f"{text}, by {size:.1e}"
+            return text
         factor = factor_of(tensor.value, reference, exact)
         if factor is not None and abs(factor - 1.0) > exact:
             return f"the {kind} of {{}} is {named_factor(factor, sizes)} the reference's"
-        return f"the {kind} of {{}} differs by {size:.1e}"
+        return f"the {kind} of {{}} differs"
 
 
 def _number(
@@ -164,11 +163,19 @@ def largest(deviations: Deviations, kinds: Iterable[str]) -> float:
 
 def lines(findings: Deviations) -> list[str]:
     """Return a line for each distinct finding: tensors that are wrong in the same way share one."""
-    names: dict[str, list[str]] = {}
+    alike: dict[str, dict[str, float]] = {}
     for (_, name), each in findings.items():
-        names.setdefault(each.text, []).append(name)
-    found = [text.format(few(each, 2)) if "{}" in text else text for text, each in names.items()]
+        alike.setdefault(each.text, {})[name] = each.size
+    found = [_line(text, sizes) for text, sizes in alike.items()]
     return sorted(found, key=lambda line: not line.startswith("ranks"))  # who disagrees comes first
+
+
+def _line(text: str, sizes: Mapping[str, float]) -> str:
+    """Return a finding in one line, about all tensors that share it."""
+    if "{}" not in text:
+        return text
+    size = "" if "reference" in text else f", by {max(sizes.values(), key=_nan_last):.1e}"
+    return text.format(few(list(sizes), 2)) + size + " at most" * (bool(size) and len(sizes) > 1)
 
 
 def _nan_last(value: float) -> float:
