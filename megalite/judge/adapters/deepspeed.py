@@ -34,7 +34,7 @@ from deepspeed.utils import groups, safe_get_full_grad
 from torch import Tensor, nn
 
 from megalite.config import Config
-from megalite.judge.hf_models import from_megalite, hf_class, hf_config, saved_tensors
+from megalite.judge.hf_models import check_optimizer, from_megalite, hf_class, hf_config, saved_tensors
 from megalite.judge.program import Piece, Program
 from megalite.observe.verify.layouts import Layout
 from megalite.utils.errors import UserError
@@ -47,7 +47,9 @@ LAYOUTS = ("mbs1", "dp2", "dp2+zero1", "dp2+zero2", "dp2+zero3", "tp2")
 
 _DTYPES = [*get_accelerator().supported_dtypes(), torch.float64]
 get_accelerator().supported_dtypes = lambda: _DTYPES  # its list for CPUs has no fp64
-import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # compiles an operator for inference
+vars(import_module("deepspeed.comm.torch"))["build_shm_op"] = lambda: (
+    None
+)  # compiles an operator of inference
 _NO_GROUPS = {
     name: copy.copy(value)
     for name, value in vars(groups).items()
@@ -205,8 +207,7 @@ def _refuse_unknown(layout: Layout, config: Config) -> None:
         raise UserError(f"layout {layout}: this adapter of DeepSpeed has no pipeline schedules and no shard")
     if unknown := [switch for switch in layout.switches if switch not in _SWITCHES]:
         raise UserError(f"layout {layout}: DeepSpeed has no +{unknown[0]}; it has {', '.join(_SWITCHES)}")
-    if config.optimizer.optimizer != "adam":
-        raise UserError(f"--optimizer {config.optimizer.optimizer} is not judged with DeepSpeed: pass adam")
+    check_optimizer(config, "DeepSpeed")
 
 
 def _settings(layout: Layout, config: Config, options: Mapping[str, str]) -> dict[str, Any]:

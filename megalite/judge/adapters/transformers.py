@@ -32,7 +32,7 @@ from transformers.trainer_pt_utils import nested_gather
 
 from megalite.config import Config
 from megalite.judge.dtensors import piece_of
-from megalite.judge.hf_models import from_megalite, hf_class, hf_config, saved_tensors
+from megalite.judge.hf_models import check_optimizer, from_megalite, hf_class, hf_config, saved_tensors
 from megalite.judge.program import Piece, Program
 from megalite.observe.verify.layouts import Layout
 from megalite.utils.errors import UserError
@@ -44,7 +44,6 @@ VERSIONS = ("5.23.0",)
 LAYOUTS = ("tp2", "dp2", "dp2+zero3", "mbs1", "tp2dp2", "tp2dp2+zero3")
 
 transformers.utils.logging.disable_progress_bar()
-_OPTIMIZERS = {"adam": "adamw_torch_fused"}
 _OPTIONS = {
     "masked-token": "labels with this token have no loss",
     "experts": "experts_implementation: eager, batched_mm or grouped_mm",
@@ -184,10 +183,7 @@ def _refuse_unknown(layout: Layout, config: Config, options: Mapping[str, str]) 
         raise UserError(f"layout {layout}: transformers cuts no expert of ep over tp: add etp1")
     if ep == 1 and "etp" in layout.sizes:
         raise UserError(f"layout {layout}: transformers cuts experts over all tp ranks: remove etp")
-    if config.optimizer.optimizer not in _OPTIMIZERS:
-        raise UserError(
-            f"--optimizer {config.optimizer.optimizer} is not mapped: {', '.join(_OPTIMIZERS)} are"
-        )
+    check_optimizer(config, PACKAGE)
     if unknown := sorted(set(options) - set(_OPTIONS)):
         meanings = "; ".join(f"{name}: {meaning}" for name, meaning in _OPTIONS.items())
         raise UserError(f"--set {unknown[0]} is not known. {meanings}")
@@ -239,7 +235,6 @@ def _arguments(config: Config, folder: str, num_microbatches: int, batch: int) -
         per_device_train_batch_size=batch,
         gradient_accumulation_steps=num_microbatches,
         max_steps=1 << 20,
-        optim=_OPTIMIZERS[optimizer.optimizer],
         learning_rate=optimizer.lr,
         lr_scheduler_type="constant",
         adam_beta1=optimizer.adam_beta1,

@@ -20,7 +20,13 @@ WRONG = str(Path(__file__).with_name("wrong_package.py"))
 CONFIG = with_fields(
     Config(model=PRESETS["llama-tiny"]),
     **{"num_layers": 1, "vocab_size": 32, "hidden_size": 32, "kv_channels": 8, "qk_layernorm": True},
-    **{"seq_length": 8, "global_batch_size": 4, "micro_batch_size": 2, "mock_data": True, "train_iters": 1},
+    **{
+        "seq_length": 8,
+        "global_batch_size": 4,
+        "micro_batch_size": 2,
+        "mock_data": True,
+        "lr_decay_style": "constant",
+    },
 )
 
 
