@@ -15,6 +15,11 @@ _WIDE: dict[Any, Any] = {
     **dict.fromkeys((Tensor.float, Tensor.bfloat16, Tensor.half), Tensor.double),
 }
 """What replaces a dtype, or a method that casts to one."""
+_CASTS = {
+    Tensor: "float bfloat16 half to type new_zeros new_ones new_empty new_full new_tensor",
+    torch: "zeros ones empty full zeros_like ones_like empty_like full_like tensor arange",
+}
+"""Functions that take a dtype. Autograd calls hooks, and layers that are recomputed, outside of modes."""
 
 
 class _Widened(TorchFunctionMode):
@@ -27,22 +32,16 @@ class _Widened(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func is Tensor.backward:  # its hooks and recomputed layers compute too
-            with self:
-                return _backward(*args, **(kwargs or {}))
         wide = [_widened(each) for each in args]
         return _WIDE.get(func, func)(*wide, **{name: _widened(each) for name, each in (kwargs or {}).items()})
 
 
-def _backward(
-    loss: Tensor,
-    gradient: Tensor | None = None,
-    retain_graph: bool | None = None,
-    create_graph: bool = False,
-    inputs: Sequence[Tensor] | None = None,
-) -> None:
-    """Do what `Tensor.backward` does, which would call the mode again."""
-    torch.autograd.backward(loss, gradient, retain_graph, create_graph, inputs=inputs)
+def _wide_call(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        named = {name: _widened(each) for name, each in kwargs.items()}
+        return _WIDE.get(function, function)(*map(_widened, args), **named)
+
+    return call
 
 
 def _widened(argument: Any) -> Any:
@@ -58,9 +57,14 @@ def widened() -> Iterator[None]:
     before, set_default = torch.get_default_dtype(), torch.set_default_dtype
     torch.set_default_dtype(torch.float64)
     torch.set_default_dtype = lambda dtype: set_default(_widened(dtype))
+    casts = [(owner, name, getattr(owner, name)) for owner, names in _CASTS.items() for name in names.split()]
+    for owner, name, function in casts:
+        setattr(owner, name, _wide_call(function))
     try:
         with _Widened():
             yield
     finally:
+        for owner, name, function in casts:
+            setattr(owner, name, function)
         torch.set_default_dtype = set_default
         torch.set_default_dtype(before)
