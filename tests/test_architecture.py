@@ -20,7 +20,7 @@ LEVELS = (
     ("observe",),
     ("train", "plan"),
     ("generate", "observe.report", "observe.verify", "plan.dry_run"),
-    ("plan.ladder",),
+    ("plan.ladder", "judge"),
     ("cli",),
     ("__main__",),
     ("experiments",),

@@ -66,7 +66,7 @@ def main(arguments: Sequence[str]) -> None:
     if not names:
         raise UserError(f"{own.program} defines no LAYOUTS: pass some, such as --layouts tp2,pp2,dp2")
     layouts = [Layout.parse(name) for name in names]
-    config = _config(rest, own.iterations)
+    config = judge_config(rest, own.iterations)
     batch_size, length = config.training.global_batch_size, config.model.seq_length + 1
     assert batch_size is not None and config.model.vocab_size is not None
     generator = torch.Generator().manual_seed(config.training.seed)
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str]) -> None:
     sys.exit(1 if verdict.different else 0)
 
 
-def _config(flags: Sequence[str], num_iterations: int) -> Config:
+def judge_config(flags: Sequence[str], num_iterations: int) -> Config:
     """Return the model and the batch that flags of training set; a small Llama by default."""
     names = {flag.partition("=")[0] for flag in flags}
     model = [] if names & {"--preset", "--config", "--num-layers"} else ["--preset", "llama-tiny"]

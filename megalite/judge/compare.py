@@ -24,12 +24,13 @@ Key = tuple[str, str]
 """A kind of tensors and a parameter, or the name of a number and its iteration."""
 
 
-class Difference(NamedTuple):
-    """Difference of one quantity from the reference.
+class Deviation(NamedTuple):
+    """Deviation of one quantity from the reference.
 
     Attributes:
         size: the difference, relative to the largest magnitude of the tensor.
-        text: what differs and how, in words; for a tensor with ``{}`` in the place of its name.
+        text: what differs and how, in words; for a tensor with ``{}`` in the place of its name, and without a
+            number if only its size is known.
         phase: 0 for the start, 1 for what the first iteration computes from it, 2 for what follows from that.
     """
 
@@ -38,11 +39,11 @@ class Difference(NamedTuple):
     phase: int
 
 
-Differences = dict[Key, Difference]
+Deviations = dict[Key, Deviation]
 
 
-class Comparison:
-    """Comparison of layouts with the reference.
+class ReferenceCheck:
+    """Check of layouts against the reference.
 
     Args:
         reference: what one rank has computed.
@@ -63,20 +64,20 @@ class Comparison:
 
     def measure(self, perturbed: FullRecord) -> None:
         """Widen the tolerance by a run of one rank whose start was changed by rounding."""
-        for key, found in self.differences(perturbed, {}).items():
+        for key, found in self.deviations(perturbed, {}).items():
             self.tolerance[key] = max(self.tolerance.get(key, 0.0), SAFETY * found.size)
 
-    def findings(self, differences: Differences) -> Differences:
+    def findings(self, deviations: Deviations) -> Deviations:
         """Return the differences above the tolerance, and of these, those of the first phase that has any."""
         found = {
             key: each
-            for key, each in differences.items()
+            for key, each in deviations.items()
             if not each.size <= max(self.floor, self.tolerance.get(key, 0.0))
         }
         first = min((each.phase for each in found.values()), default=0)
         return {key: each for key, each in found.items() if each.phase == first}
 
-    def differences(self, record: FullRecord, sizes: Mapping[str, int], since: int = 0) -> Differences:
+    def deviations(self, record: FullRecord, sizes: Mapping[str, int], since: int = 0) -> Deviations:
         """Compare all quantities of a record.
 
         Args:
@@ -84,7 +85,7 @@ class Comparison:
             since: iterations of the reference before the first one of a record that has resumed; its start
                 and its first gradients are not compared.
         """
-        found: Differences = {}
+        found: Deviations = {}
         reference = self.reference
         if since == 0:
             for name, full in reference.start.items():
@@ -111,18 +112,16 @@ class Comparison:
         sizes: Mapping[str, int],
         phase: int,
         smallest: float = 0.0,
-    ) -> Difference:
+    ) -> Deviation:
         if tensor is None or tensor.value.shape != reference.shape:
             shape = "missing" if tensor is None else f"of shape {list(tensor.value.shape)}"
-            return Difference(math.inf, f"the {kind} of {{}} is {shape}", phase)
+            return Deviation(math.inf, f"the {kind} of {{}} is {shape}", phase)
         scale = max(magnitude(reference), smallest, 1e-30)
         off = float((tensor.value - reference).abs().max()) if reference.numel() else 0.0
         size = max(off / scale, tensor.disagreement / scale, key=_nan_last)
-        return Difference(size, self._described(kind, tensor, reference, size, sizes), phase)
+        return Deviation(size, self._described(kind, tensor, reference, sizes), phase)
 
-    def _described(
-        self, kind: str, tensor: FullTensor, reference: Tensor, size: float, sizes: Mapping[str, int]
-    ) -> str:
+    def _described(self, kind: str, tensor: FullTensor, reference: Tensor, sizes: Mapping[str, int]) -> str:
         exact = EXACT * self.floor
         if tensor.total is not None and tensor.num_holders is not None:
             text = (
@@ -132,11 +131,11 @@ class Comparison:
                 factor = factor_of(value, reference, exact)
                 if factor is not None and abs(factor - 1.0) <= exact:
                     return f"{text}: their {word} is the reference's, so a reduction over them is missing"
-            return f"{text}, by {size:.1e}"
+            return text
         factor = factor_of(tensor.value, reference, exact)
         if factor is not None and abs(factor - 1.0) > exact:
             return f"the {kind} of {{}} is {named_factor(factor, sizes)} the reference's"
-        return f"the {kind} of {{}} differs by {size:.1e}"
+        return f"the {kind} of {{}} differs"
 
 
 def _number(
@@ -146,29 +145,37 @@ def _number(
     expected: Mapping[str, float],
     sizes: Mapping[str, int],
     phase: int,
-) -> Difference:
+) -> Deviation:
     if name not in report:
-        return Difference(math.inf, f"no rank reports the {name} of iteration {iteration}", phase)
+        return Deviation(math.inf, f"no rank reports the {name} of iteration {iteration}", phase)
     value, right = report[name], expected[name]
     size = abs(value - right) / max(abs(right), 1e-30)
     text = f"the {name} of iteration {iteration} is {value:.9g} instead of {right:.9g} (by {size:.1e})"
     factor = named_factor(value / right, sizes) if right else ""
-    return Difference(size, f"{text}: {factor} the reference's" if "(" in factor else text, phase)
+    return Deviation(size, f"{text}: {factor} the reference's" if "(" in factor else text, phase)
 
 
-def largest(differences: Differences, kinds: Iterable[str]) -> float:
+def largest(deviations: Deviations, kinds: Iterable[str]) -> float:
     """Return the largest difference of some kinds."""
-    sizes = (each.size for (kind, _), each in differences.items() if kind in kinds)
+    sizes = (each.size for (kind, _), each in deviations.items() if kind in kinds)
     return max(sizes, key=_nan_last, default=0.0)
 
 
-def lines(findings: Differences) -> list[str]:
+def lines(findings: Deviations) -> list[str]:
     """Return a line for each distinct finding: tensors that are wrong in the same way share one."""
-    names: dict[str, list[str]] = {}
+    alike: dict[str, dict[str, float]] = {}
     for (_, name), each in findings.items():
-        names.setdefault(each.text, []).append(name)
-    found = [text.format(few(each, 2)) if "{}" in text else text for text, each in names.items()]
+        alike.setdefault(each.text, {})[name] = each.size
+    found = [_line(text, sizes) for text, sizes in alike.items()]
     return sorted(found, key=lambda line: not line.startswith("ranks"))  # who disagrees comes first
+
+
+def _line(text: str, sizes: Mapping[str, float]) -> str:
+    """Return a finding in one line, about all tensors that share it."""
+    if "{}" not in text:
+        return text
+    size = "" if "reference" in text else f", by {max(sizes.values(), key=_nan_last):.1e}"
+    return text.format(few(list(sizes), 2)) + size + " at most" * (bool(size) and len(sizes) > 1)
 
 
 def _nan_last(value: float) -> float:

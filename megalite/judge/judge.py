@@ -14,7 +14,7 @@ from torch import Tensor
 from megalite.config.fields import with_fields
 from megalite.distributed.axes import MeshOptions
 from megalite.distributed.local_ranks import LocalRanks, RankError
-from megalite.judge.compare import GRADIENT, WEIGHT, Comparison, Differences, largest, lines
+from megalite.judge.compare import GRADIENT, WEIGHT, Deviations, ReferenceCheck, largest, lines
 from megalite.judge.full_record import FullRecord, FullTensor, join
 from megalite.judge.locate import first_difference
 from megalite.judge.ours import record_ours
@@ -80,7 +80,7 @@ class Judge:
         self._measure_tolerance()
         log.info(self._row("layout", "ranks", "loss", "gradient", "weight", "verdict"))
         if ours is not None:
-            self._log_row("megalite", 1, self._comparison.differences(ours, {}))
+            self._log_row("megalite", 1, self._check.deviations(ours, {}))
         for layout in layouts:
             self._judge(layout)
         if self._last_save is not None:
@@ -116,8 +116,8 @@ class Judge:
                 f"parameters cannot be matched: the program alone has {few(sorted(theirs)) or 'no other'}, "
                 f"megalite's model alone {few(sorted(ours)) or 'no other'}"
             )
-        self._comparison = Comparison(reference, FP64_FLOOR if self._task.is_wide else OWN_FLOOR)
-        again = self._comparison.differences(self._run(Layout()), {})
+        self._check = ReferenceCheck(reference, FP64_FLOOR if self._task.is_wide else OWN_FLOOR)
+        again = self._check.deviations(self._run(Layout()), {})
         if found := [kind for kind, each in again.items() if each.size != 0.0]:
             kind, name = found[0]
             raise UserError(
@@ -135,7 +135,7 @@ class Judge:
                 name: full * (1.0 + eps * (torch.randint(0, 2, full.shape, generator=generator) * 2 - 1))
                 for name, full in self._task.start.items()
             }
-            self._comparison.measure(self._run(Layout(), start=start))
+            self._check.measure(self._run(Layout(), start=start))
 
     # ---- Layouts.
 
@@ -188,13 +188,13 @@ class Judge:
         elif saved is not None and not self._judge_resume(layout, *saved) and self._last_save is not None:
             self._judge_resume(layout, *self._last_save)
 
-    def _compared(self, layout: Layout, record: FullRecord, since: int = 0) -> Differences:
-        return self._comparison.differences(record, self._sizes(layout), since)
+    def _compared(self, layout: Layout, record: FullRecord, since: int = 0) -> Deviations:
+        return self._check.deviations(record, self._sizes(layout), since)
 
-    def _log_row(self, name: str, num_ranks: int, differences: Differences) -> Differences:
+    def _log_row(self, name: str, num_ranks: int, deviations: Deviations) -> Deviations:
         """Log the row of a run and what it finds, and return the findings."""
-        findings = self._comparison.findings(differences)
-        sizes = (largest(differences, kinds) for kinds in (_NUMBERS, (GRADIENT,), (WEIGHT,)))
+        findings = self._check.findings(deviations)
+        sizes = (largest(deviations, kinds) for kinds in (_NUMBERS, (GRADIENT,), (WEIGHT,)))
         cells = [f"{size:.1e}" for size in sizes]
         log.info(self._row(name, num_ranks, *cells, "ANOTHER RUN" if findings else "the same run"))
         for line in lines(findings):
@@ -207,7 +207,7 @@ class Judge:
 
     def _log_own_start(self, record: FullRecord) -> None:
         """Log which weights the program draws otherwise than on one rank, where users begin from these."""
-        reference = self._comparison.reference.own_start
+        reference = self._check.reference.own_start
         drawn = [
             name
             for name, full in record.own_start.items()
@@ -228,7 +228,7 @@ class Judge:
         except RankError as error:
             found = [f"the resume ends with {_last_line(error)}"]
         else:
-            found = lines(self._comparison.findings(self._compared(layout, record, self._middle)))
+            found = lines(self._check.findings(self._compared(layout, record, self._middle)))
         for line in found:
             log.info("  resumed from a save of %s: %s", saved_by, line)
         if found:

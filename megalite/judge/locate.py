@@ -124,8 +124,7 @@ class _Match:
         return any(all(self.contains(each, factor) for each in sums) for sums in _sums(by_rank))
 
     def contains(self, local: Tensor, factor: float) -> bool:
-        """Return whether each row that is not zero is in the reference times the factor, whole or cut."""
-        local = local[local.abs().amax(1) > 0]
+        """Return whether each row is in the reference times the factor, whole or cut."""
         return any(
             _distance(local, cut * factor) <= self._limit * abs(factor)
             for cut in _cuts(self._rows, local.shape[1])

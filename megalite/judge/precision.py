@@ -27,8 +27,22 @@ class _Widened(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        if func is Tensor.backward:  # its hooks and recomputed layers compute too
+            with self:
+                return _backward(*args, **(kwargs or {}))
         wide = [_widened(each) for each in args]
         return _WIDE.get(func, func)(*wide, **{name: _widened(each) for name, each in (kwargs or {}).items()})
+
+
+def _backward(
+    loss: Tensor,
+    gradient: Tensor | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Sequence[Tensor] | None = None,
+) -> None:
+    """Do what `Tensor.backward` does, which would call the mode again."""
+    torch.autograd.backward(loss, gradient, retain_graph, create_graph, inputs=inputs)
 
 
 def _widened(argument: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+import warnings
 from collections.abc import Mapping
 from contextlib import closing, nullcontext
 from importlib import import_module
@@ -117,7 +118,8 @@ def record_rank(topology: Topology, task: Task) -> RankRecord:
     os.environ.update(
         RANK=str(topology.rank), LOCAL_RANK=str(topology.rank), WORLD_SIZE=str(topology.world_size)
     )
-    with widened() if task.is_wide else nullcontext():
+    with warnings.catch_warnings(), widened() if task.is_wide else nullcontext():
+        warnings.simplefilter("ignore")  # those of the package are no business of the judgement
         program: Program = import_adapter(task.adapter).build(task.layout, task.config, task.options)
         with closing(program):
             return _record(program, task)

@@ -267,3 +267,10 @@ def gemm_reduce_scatter(x: Tensor, matrix: Tensor, group: dist.ProcessGroup) -> 
     import torch.distributed._symmetric_memory
 
     return torch.ops.symm_mem.fused_matmul_reduce_scatter(x, matrix, "sum", 0, group.group_name)
+
+
+def disable_context_parallelism() -> None:
+    """Let attention of DTensors no longer be cut over positions, which a program may have enabled for all."""
+    from torch.distributed.tensor.experimental import _attention
+
+    _attention._disable_context_parallel_dispatcher()

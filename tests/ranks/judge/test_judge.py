@@ -11,7 +11,7 @@ import torch
 from megalite.config import Config
 from megalite.config.fields import with_fields
 from megalite.config.presets import PRESETS
-from megalite.distributed.local_ranks import LocalRanks, RankError
+from megalite.distributed.local_ranks import LocalRanks
 from megalite.judge.judge import Judge, Verdict
 from megalite.judge.rank_record import Task, import_adapter
 from megalite.observe.verify.layouts import Layout
@@ -43,9 +43,8 @@ def _judged(
 def test_a_right_program_trains_the_same_run(ranks: LocalRanks, tmp_path: Path) -> None:
     verdict = _judged(ranks, EXAMPLE, "tp2,dp2", tmp_path)
     assert verdict.same == ["tp2", "tp2 -> tp2", "dp2", "dp2 -> dp2", "dp2 -> one rank"]
-    assert verdict.refused == {
-        name: "a checkpoint of another tp cannot be loaded" for name in ("one rank -> tp2", "tp2 -> dp2")
-    }
+    saves = ("one rank -> tp2", "tp2 -> dp2")
+    assert verdict.refused == dict.fromkeys(saves, "a checkpoint of another tp cannot be loaded")
     assert not verdict.different
 
 

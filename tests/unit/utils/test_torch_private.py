@@ -6,6 +6,7 @@ import ast
 import functools
 from collections import Counter
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest.mock import create_autospec
@@ -427,3 +428,13 @@ OPERATORS = {
         "(Tensor A, Tensor B, str reduce_op, int scatter_dim, str group_name) -> Tensor"
     ),
 }
+
+
+def test_context_parallelism_of_dtensors_can_be_disabled() -> None:
+    handlers = import_module("torch.distributed.tensor").DTensor._op_dispatcher._custom_op_handlers
+    operator, before = torch_private.flash_attention.default, dict(handlers)
+    attention = import_module("torch.distributed.tensor.experimental._attention")
+    attention._enable_context_parallel_dispatcher()
+    assert operator in handlers
+    torch_private.disable_context_parallelism()
+    assert handlers == before

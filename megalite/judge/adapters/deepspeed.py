@@ -1,0 +1,215 @@
+"""Judge DeepSpeed: ZeRO 0 to 3, AutoTP, AutoEP and Ulysses, with a causal language model of transformers.
+
+The loop is the one of DeepSpeed's guide: for each microbatch ``loss = engine(...).loss``, ``engine.backward(loss)``
+and ``engine.step()``, with the mean loss of the microbatch. Layouts:
+
+* ``dp2`` to ``dp2+zero3``: the ZeRO stage.
+* ``tp2``: AutoTP, by ``tensor_parallel.autotp_size``.
+* ``dp2ep2``: AutoEP, by ``expert_parallel.autoep_size``.
+
+``--set NAME=JSON`` is a setting of its configuration, with dots: ``zero_optimization.overlap_comm=true``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is imported; gloo has no other device
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.utils import groups, safe_get_full_grad
+from torch import Tensor, nn
+
+from megalite.config import Config
+from megalite.judge.environment import restore_variables, set_torchrun_variables
+from megalite.judge.hf_models import from_megalite, hf_class, hf_config, saved_tensors
+from megalite.judge.program import Piece, Program
+from megalite.observe.verify.layouts import Layout
+from megalite.utils.errors import UserError
+
+__all__ = ["LAYOUTS", "PACKAGE", "VERSIONS", "build", "from_megalite"]
+
+PACKAGE = "deepspeed"
+VERSIONS = ("0.19.8",)
+LAYOUTS = ("mbs1", "dp2", "dp2+zero1", "dp2+zero2", "dp2+zero3", "tp2")
+
+_SWITCHES = ("zero1", "zero2", "zero3")
+
+
+class DeepSpeedRun(Program):
+    """DeepSpeed's engine on one rank."""
+
+    def __init__(self, layout: Layout, config: Config, options: Mapping[str, str]) -> None:
+        _refuse_unknown(layout, config)
+        self._layout, self._config = layout, config
+        self._dp, self._batch = layout.size("dp"), layout.mbs or config.training.micro_batch_size
+        self._settings = _settings(layout, config, options)
+        self._environment = set_torchrun_variables()
+        deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
+        # The engine cuts weights that are their own positions, counted from 1, so that 0 is padding.
+        model = self._model()
+        self._shapes = {name: tuple(each.shape) for name, each in saved_tensors(model).items()}
+        numbered = {
+            name: torch.arange(1.0, 1.0 + each.numel()).view(each.shape)
+            for name, each in saved_tensors(model).items()
+        }
+        self._start(model, numbered)
+        self._positions = {
+            name: None if _equal(local, numbered[name]) else local.round().long() - 1
+            for name, local in self._local_weights()
+        }
+
+    def _model(self) -> nn.Module:
+        torch.manual_seed(1)
+        return hf_class(self._config)(hf_config(self._config)).float()
+
+    def _start(self, model: nn.Module, full: Mapping[str, Tensor]) -> None:
+        """Give weights to a model, and start an engine for it."""
+        with torch.no_grad():
+            for name, tensor in saved_tensors(model).items():
+                tensor.copy_(full[name])
+        decayed = [each for each in model.parameters() if each.dim() > 1]
+        others = [each for each in model.parameters() if each.dim() <= 1]
+        parameters = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+        self._engine, *_ = deepspeed.initialize(
+            model=model, model_parameters=parameters, config=json.loads(json.dumps(self._settings))
+        )
+        self._engine.train()
+
+    def load(self, full: Mapping[str, Tensor]) -> None:
+        self._engine.destroy()
+        self._start(self._model(), full)
+
+    def _local_weights(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in saved_tensors(self._engine.module).items():
+            yield name, (tensor.ds_tensor if hasattr(tensor, "ds_tensor") else tensor).detach()
+
+    def _piece(self, name: str, tensor: Tensor) -> Piece:
+        shape = self._shapes[name]
+        if tuple(tensor.shape) == shape:  # also the assembled gradient of ZeRO 3
+            return Piece.whole(tensor)
+        return Piece(tensor, shape, self._positions[name])
+
+    def weights(self) -> Mapping[str, Piece]:
+        return {name: self._piece(name, tensor) for name, tensor in self._local_weights()}
+
+    def backward(self, samples: Tensor) -> Mapping[str, float]:
+        rank = dist.get_rank(groups._get_data_parallel_group())
+        losses = []
+        batches = samples.split(self._batch)[rank :: self._dp]
+        for number, tokens in enumerate(batches):
+            labels = tokens[:, 1:].contiguous()
+            output = self._engine(
+                input_ids=tokens[:, :-1].contiguous(), labels=labels, shift_labels=labels, use_cache=False
+            )
+            self._engine.backward(output.loss)
+            losses.append(output.loss.detach())
+            if number < len(batches) - 1:
+                self._engine.step()  # only counts, until the last microbatch
+        loss = torch.stack(losses).mean()
+        dist.all_reduce(loss, group=groups._get_data_parallel_group())
+        return {"loss": float(loss) / self._dp}
+
+    def gradients(self) -> Mapping[str, Piece]:
+        found = {}
+        for name, each in self._engine.module.named_parameters():
+            gradient = safe_get_full_grad(each)
+            if gradient is None:
+                raise UserError(f"DeepSpeed keeps no gradient of {name} that can be read in this layout")
+            found[name] = self._piece(name, gradient.detach())
+        return found
+
+    def update(self) -> Mapping[str, float]:
+        (rate, *_) = self._engine.get_lr()
+        self._engine.step()
+        norm = self._engine.get_global_grad_norm()
+        return {"learning rate": rate} | ({} if norm is None else {"gradient norm": float(norm)})
+
+    def modules(self) -> Mapping[str, nn.Module]:
+        return {name: module for name, module in self._engine.module.named_modules() if name}
+
+    def save(self, folder: Path) -> None:
+        self._engine.save_checkpoint(str(folder))
+
+    def resume(self, folder: Path) -> None:
+        path, _ = self._engine.load_checkpoint(str(folder))
+        if path is None:
+            raise UserError(f"DeepSpeed finds no checkpoint in {folder}")
+
+    def close(self) -> None:
+        self._engine.destroy()
+        restore_variables(self._environment)
+
+
+def _equal(local: Tensor, full: Tensor) -> bool:
+    return local.shape == full.shape and bool(torch.equal(local, full))
+
+
+def build(layout: Layout, config: Config, options: Mapping[str, str]) -> Program:
+    """Return the engine of this rank."""
+    return DeepSpeedRun(layout, config, options)
+
+
+def _refuse_unknown(layout: Layout, config: Config) -> None:
+    """Raise `UserError` for what DeepSpeed cannot do here, or this adapter does not map."""
+    if unknown := sorted(set(layout.sizes) - {"dp", "tp", "ep"}):
+        raise UserError(f"layout {layout}: this adapter of DeepSpeed has no {unknown[0]}")
+    if layout.v is not None or layout.schedule is not None or layout.shard is not None:
+        raise UserError(f"layout {layout}: this adapter of DeepSpeed has no pipeline schedules and no shard")
+    if unknown := [switch for switch in layout.switches if switch not in _SWITCHES]:
+        raise UserError(f"layout {layout}: DeepSpeed has no +{unknown[0]}; it has {', '.join(_SWITCHES)}")
+    if config.optimizer.optimizer != "adam":
+        raise UserError(f"--optimizer {config.optimizer.optimizer} is not judged with DeepSpeed: pass adam")
+
+
+def _settings(layout: Layout, config: Config, options: Mapping[str, str]) -> dict[str, Any]:
+    """Return DeepSpeed's configuration.
+
+    Raises:
+        UserError: the batch is not a multiple, or a value of --set is not JSON.
+    """
+    batch, dp, optimizer = layout.mbs or config.training.micro_batch_size, layout.size("dp"), config.optimizer
+    count, rest = divmod(config.global_batch(dp), batch * dp)
+    if rest or not count:
+        raise UserError(f"--global-batch-size {config.global_batch(dp)} is not a multiple of {batch * dp}")
+    stages = [int(switch[-1]) for switch in layout.switches]
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": batch,
+        "gradient_accumulation_steps": count,
+        "gradient_clipping": optimizer.clip_grad,
+        "steps_per_print": 1 << 30,
+        "zero_optimization": {
+            "stage": stages[0] if stages else 0,
+            "stage3_param_persistence_threshold": 0,  # else a small model is not cut
+        },
+        "optimizer": {
+            "type": "AdamW",
+            "params": {
+                "lr": optimizer.lr,
+                "betas": [optimizer.adam_beta1, optimizer.adam_beta2],
+                "eps": optimizer.adam_eps,
+                "weight_decay": optimizer.weight_decay,
+                "torch_adam": True,  # the others need compiled operators
+            },
+        },
+    }
+    if layout.size("tp") > 1:
+        settings["tensor_parallel"] = {"autotp_size": layout.size("tp")}
+    if layout.size("ep") > 1:
+        settings["expert_parallel"] = {"enabled": True, "autoep_size": layout.size("ep")}
+    for name, text in options.items():
+        *parents, last = name.split(".")
+        group = settings
+        for parent in parents:
+            group = group.setdefault(parent, {})
+        try:
+            group[last] = json.loads(text)
+        except json.JSONDecodeError:
+            raise UserError(f"--set {name}={text} is not JSON: write true, 2 or a string in quotes") from None
+    return settings

@@ -1,0 +1,489 @@
+"""Judge torchtitan: its trainer, models, parallelize functions, pipeline schedules and checkpoints, on CPU.
+
+The program is torchtitan's own `Trainer`. It differs from a user's run in three things: the samples are the
+judge's, an update waits until the judge calls it, and the device is the CPU, which torchtitan never chooses.
+
+The layouts in torchtitan's words: dp2 is FSDP2 over two ranks (as dp2+zero3), dp4shard2 HSDP, dp2shard1 DDP;
++kept keeps gathered weights. tp2 is tensor parallelism with sequence parallelism, which it always has.
+pp2 is 1F1B, pp2gpipe GPipe, pp2v2 Interleaved1F1B, pp2zb InterleavedZeroBubble, pp2zbv ZBVZeroBubble, and
+pp2dpv DualPipeV. +full and +selective are activation checkpointing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import itertools
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.components.metrics import DeviceMemStats, MetricsProcessor
+from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
+from torchtitan.distributed import parallel_dims as titan_axes
+from torchtitan.distributed import utils as titan_distributed
+from torchtitan.distributed.pipeline_parallel import generate_llm_fqn_per_model_part
+from torchtitan.models.attention import ScaledDotProductAttentionWrapper
+from torchtitan.protocols import train_spec
+from torchtitan.tools import utils as titan_utils
+from torchtitan.train import Trainer
+
+from megalite.config import Config
+from megalite.frontends.huggingface.families import family_of, to_hf
+from megalite.judge.cpu_attention import flash_attention
+from megalite.judge.dtensors import piece_of
+from megalite.judge.program import Piece, Program
+from megalite.observe.verify.layouts import Layout
+from megalite.utils.errors import UserError
+from megalite.utils.torch_private import disable_context_parallelism
+
+PACKAGE = "torchtitan"
+VERSIONS = ("0.2.2",)
+LAYOUTS = (
+    "dp2",
+    "tp2",
+    "pp2",
+    "dp2shard1",
+    "dp4shard2",
+    "dp2tp2",
+    "pp2dp2",
+    "tp2pp2",
+    "pp2v2",
+    "pp2zbv",
+    "tp1mbs1",
+)
+
+for _module in (titan_utils, titan_axes, titan_distributed):
+    _module.device_type, _module.device_module = "cpu", torch.cpu
+
+
+def _histc(values: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Return torch.histc, which counts integers on GPUs only, of numbers of any dtype."""
+    return _FLOAT_HISTC(values.double(), *args, **kwargs).to(values.dtype)
+
+
+_FLOAT_HISTC = torch.histc
+torch.histc = _histc
+
+
+def _attend(
+    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = True, **options: Any
+) -> Tensor:
+    return flash_attention(q, k, v, is_causal=is_causal, **options)
+
+
+ScaledDotProductAttentionWrapper.forward = _attend  # a GPU's operator, because the CPU's knows no DTensors
+
+_SCHEDULES = {
+    None: "1F1B",
+    "gpipe": "GPipe",
+    "zb": "InterleavedZeroBubble",
+    "zbv": "ZBVZeroBubble",
+    "dpv": "DualPipeV",
+}
+"""torchtitan's schedules by those of a layout."""
+_SWITCHES = ("sp", "zero3", "kept", "full", "selective")
+_NUMBERS = itertools.count()
+
+Settings = Mapping[str, Any]
+_COMMON = {
+    "dim": "hidden_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "vocab_size": "vocab_size",
+    "norm_eps": "rms_norm_eps",
+    "rope_theta": "rope_theta",
+}
+"""transformers' settings by the arguments of all of torchtitan's models."""
+_FIXED = {
+    **dict.fromkeys(("attention_bias", "mlp_bias", "use_sliding_window"), False),
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "mlp_only_layers": [],
+    "decoder_sparse_step": 1,
+    "rope_interleave": True,
+}
+"""Settings of transformers that torchtitan's models do not have, with the values that they need."""
+_EXPERTS = {"score_before_experts": False, "use_grouped_mm": False}  # grouped_mm computes in bf16
+
+
+def _llama3(hf: Settings) -> dict[str, Any]:
+    _require(hf, tie_word_embeddings=False, head_dim=hf["hidden_size"] // hf["num_attention_heads"])
+    scaling = {"rope_type": "llama3", "factor": 1.0, **(hf.get("rope_scaling") or {})}
+    _require(scaling, rope_type="llama3")
+    return {
+        "n_kv_heads": hf["num_key_value_heads"],
+        "multiple_of": 1,
+        "ffn_dim_multiplier": (hf["intermediate_size"] + 0.5)
+        / int(8 * hf["hidden_size"] / 3),  # rounded down
+        "rope_scaling_args": {
+            "scaling_factor" if name == "factor" else name: value
+            for name, value in scaling.items()
+            if name != "rope_type"
+        },
+    }
+
+
+def _qwen3(hf: Settings) -> dict[str, Any]:
+    _require(hf, rope_scaling=None)
+    return {
+        "n_kv_heads": hf["num_key_value_heads"],
+        "head_dim": hf["head_dim"],
+        "hidden_dim": hf["intermediate_size"],
+        "enable_weight_tying": hf["tie_word_embeddings"],
+    }
+
+
+def _qwen3_moe(hf: Settings) -> dict[str, Any]:
+    experts = {
+        "num_experts": hf["num_experts"],
+        "num_shared_experts": 0,
+        "top_k": hf["num_experts_per_tok"],
+        "score_func": "softmax",
+        "route_norm": hf["norm_topk_prob"],
+        "load_balance_coeff": None,
+    }
+    args = {"moe_enabled": True, "moe_inter_dim": hf["moe_intermediate_size"]}
+    return _qwen3(hf) | args | {"moe_args": _EXPERTS | experts}
+
+
+def _deepseek_v3(hf: Settings) -> dict[str, Any]:
+    _require(hf, tie_word_embeddings=False, rope_scaling=None, num_key_value_heads=hf["num_attention_heads"])
+    _require(hf, rms_norm_eps=1e-6)  # of its latents, whose norms here have the epsilon of the others
+    has_groups = hf["n_group"] > 1
+    experts = {
+        "num_experts": hf["n_routed_experts"],
+        "num_shared_experts": hf["n_shared_experts"],
+        "top_k": hf["num_experts_per_tok"],
+        "score_func": "sigmoid",
+        "route_norm": True,
+        "route_scale": hf["routed_scaling_factor"],
+        "num_expert_groups": hf["n_group"] if has_groups else None,
+        "num_limited_groups": hf["topk_group"] if has_groups else None,
+    }
+    sizes = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    return {
+        "inter_dim": hf["intermediate_size"],
+        "moe_inter_dim": hf["moe_intermediate_size"],
+        "n_dense_layers": hf["first_k_dense_replace"],
+        "q_lora_rank": hf["q_lora_rank"] or 0,
+        **{name: hf[name] for name in sizes},
+        "moe_args": _EXPERTS | experts,
+    }
+
+
+_MODELS: dict[str, tuple[str, Callable[[Settings], dict[str, Any]]]] = {
+    "llama": ("llama3", _llama3),
+    "qwen3": ("qwen3", _qwen3),
+    "qwen3_moe": ("qwen3", _qwen3_moe),
+    "deepseek_v3": ("deepseek_v3", _deepseek_v3),
+}
+"""torchtitan's model, and its other arguments from transformers' settings, by transformers' name of it."""
+
+
+def build(layout: Layout, config: Config, options: Mapping[str, str]) -> Program:
+    """Return torchtitan's trainer for this rank.
+
+    Args:
+        options: fields of torchtitan's JobConfig, such as ``parallelism.disable_loss_parallel=true``;
+            ``args.NAME`` for an argument of its model; ``accumulation`` for the number of steps of a pipeline
+            in an iteration.
+
+    Raises:
+        UserError: torchtitan has no such layout, model or option.
+    """
+    name, args = _model_args(config)
+    job = _job_config(layout, config, int(options.get("accumulation", 1)))
+    for option, text in options.items():
+        if option.startswith("args."):
+            _set_option(args, option.removeprefix("args."), text)
+        elif option != "accumulation":
+            _set_option(job, option, text)
+    log = _Log()
+    spec = dataclasses.replace(
+        train_spec.get_train_spec(name),
+        model_args={"judged": args},
+        build_tokenizer_fn=None,
+        build_dataloader_fn=lambda **_: _NoData(),
+        build_metrics_processor_fn=lambda *_: log,
+        build_validator_fn=None,
+    )
+    job.model.name, job.model.flavor = f"judged {next(_NUMBERS)}", "judged"
+    train_spec.register_train_spec(job.model.name, spec)
+    TORCH_DTYPE_MAP["float32"] = torch.get_default_dtype()  # fp64 if the judge widens the program
+    os.environ["LOCAL_RANK"] = "0"  # the number of its device
+    try:
+        return _TrainerProgram(Trainer(job), log)
+    except (AssertionError, NotImplementedError, ValueError) as error:
+        raise UserError(f"torchtitan refuses layout {layout}: {' '.join(str(error).split())}") from error
+
+
+def from_megalite(config: Config, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return megalite's tensors as torchtitan converts them from the hub's names and shapes."""
+    name, args = _model_args(config)
+    adapter = train_spec.get_train_spec(name).state_dict_adapter
+    assert adapter is not None
+    converted: dict[str, Tensor] = adapter(args, None).from_hf(to_hf(full, config.model))
+    return converted
+
+
+def _require(hf: Settings, **needed: Any) -> None:
+    """Raise `UserError` if one of transformers' settings has another value than torchtitan's model needs."""
+    for name, value in needed.items():
+        if hf.get(name, value) != value:
+            raise UserError(f"torchtitan's model cannot have {name} {hf[name]} (needs {value})")
+
+
+def _model_args(config: Config) -> tuple[str, Any]:
+    """Return torchtitan's name of a model, and its arguments."""
+    model, family = config.model, family_of(config.model)
+    if family.model_type not in _MODELS:
+        raise UserError(f"torchtitan has no {family.model_type}: describe one of {', '.join(_MODELS)}")
+    if model.hidden_dropout > 0.0:
+        raise UserError("torchtitan has no dropout: pass --hidden-dropout 0")
+    if model.has_experts and model.moe_router_load_balancing_type != "none":
+        raise UserError("torchtitan has no loss for balance: pass --moe-router-load-balancing-type none")
+    hf = family.settings(model)
+    _require(hf, **_FIXED)
+    name, others = _MODELS[family.model_type]
+    args = type(next(iter(train_spec.get_train_spec(name).model_args.values())))()
+    values = {argument: hf[setting] for argument, setting in _COMMON.items()} | others(hf)
+    for field, value in values.items():
+        if isinstance(value, dict):
+            value = dataclasses.replace(getattr(args, field), **value)
+        setattr(args, field, value)
+    if model.moe_router_enable_expert_bias:
+        args.moe_args.load_balance_coeff = model.moe_router_bias_update_rate or None
+    return name, args
+
+
+def _job_config(layout: Layout, config: Config, num_pipeline_steps: int) -> JobConfig:
+    """Return torchtitan's configuration of the run in a layout."""
+    if unknown := [each for each in layout.switches if each not in _SWITCHES]:
+        raise UserError(f"torchtitan has no +{unknown[0]}: the switches are +{', +'.join(_SWITCHES)}")
+    optimizer, tp, pp, dp = config.optimizer, layout.size("tp"), layout.size("pp"), layout.size("dp")
+    if optimizer.optimizer != "adam":
+        raise UserError(f"torchtitan has no {optimizer.optimizer}: pass --optimizer adam")
+    if optimizer.lr_decay_style not in ("constant", "linear", "cosine"):
+        raise UserError(
+            f"the learning rate is not {optimizer.lr_decay_style} here: pass --lr-decay-style constant"
+        )
+    shard = dp if layout.shard is None else layout.shard
+    if shard == 1 < dp and layout.world_size > dp:
+        raise UserError(f"torchtitan's DDP is alone: remove shard1 from layout {layout}")
+
+    job = JobConfig()
+    job.parallelism.data_parallel_replicate_degree = dp // shard
+    job.parallelism.data_parallel_shard_degree = shard
+    job.parallelism.fsdp_reshard_after_forward = "never" if "kept" in layout.switches else "default"
+    job.parallelism.tensor_parallel_degree = tp
+    job.parallelism.context_parallel_degree = layout.size("cp")
+    job.parallelism.pipeline_parallel_degree = pp
+    job.parallelism.expert_parallel_degree = layout.size("ep")
+    job.parallelism.expert_tensor_parallel_degree = layout.sizes.get(
+        "etp", tp if layout.size("ep") > 1 else 1
+    )
+    job.parallelism.pipeline_parallel_schedule = (
+        "Interleaved1F1B" if layout.v else _SCHEDULES[layout.schedule]
+    )
+    if layout.v:
+        names = generate_llm_fqn_per_model_part(pp * layout.v, config.model.num_layers)
+        job.parallelism.module_fqns_per_model_part = names
+    micro_batch_size = layout.mbs or config.training.micro_batch_size
+    job.parallelism.pipeline_parallel_microbatch_size = micro_batch_size
+
+    job.training.global_batch_size = config.global_batch(dp)
+    job.training.local_batch_size = (
+        micro_batch_size if pp == 1 else job.training.global_batch_size // dp // num_pipeline_steps
+    )
+    job.training.seq_len = config.model.seq_length
+    job.training.mixed_precision_param = "float32"
+    job.training.max_norm = optimizer.clip_grad or float("inf")
+    job.training.steps = config.training.train_iters or job.training.steps
+    modes = [each for each in layout.switches if each in ("full", "selective")]
+    job.activation_checkpoint.mode = modes[0] if modes else "none"
+
+    job.optimizer.lr, job.optimizer.eps = optimizer.lr, optimizer.adam_eps
+    job.optimizer.beta1, job.optimizer.beta2 = optimizer.adam_beta1, optimizer.adam_beta2
+    job.optimizer.weight_decay = optimizer.weight_decay
+    job.lr_scheduler.warmup_steps = optimizer.lr_warmup_iters
+    if optimizer.lr_decay_style == "constant":
+        job.lr_scheduler.decay_ratio = 0.0
+    else:
+        job.lr_scheduler.decay_type = optimizer.lr_decay_style
+        job.lr_scheduler.min_lr_factor = optimizer.min_lr / optimizer.lr if optimizer.lr else 0.0
+    job.debug.seed = config.training.seed
+    job.checkpoint.enable, job.checkpoint.interval, job.checkpoint.keep_latest_k = True, 1, 0
+    return job
+
+
+def _set_option(target: Any, name: str, text: str) -> None:
+    """Set a field of nested dataclasses by its path; the text is JSON, or a string."""
+    *path, last = name.split(".")
+    for part in path:
+        target = getattr(target, part, None)
+    if not hasattr(target, last):
+        raise UserError(
+            f"torchtitan has no option {name}: write a path in its JobConfig, such as training.seq_len"
+        )
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        value = text
+    setattr(target, last, value)
+
+
+class _NoData(BaseDataLoader):
+    """Dataloader of a trainer whose samples come from the judge."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        pass
+
+
+class _Log(MetricsProcessor):
+    """Numbers that the trainer logs for an iteration, instead of their log; it also asks for GPU memory."""
+
+    def __init__(self) -> None:
+        self.color = titan_utils.NoColor()
+        self.device_memory_monitor = self
+        self.device_name = "cpu"
+        self.ntokens_since_last_log = 0
+        self.data_loading_times: list[float] = []
+        self.logged: dict[str, float] = {}
+
+    def get_peak_stats(self) -> DeviceMemStats:
+        return DeviceMemStats(*[0.0] * len(DeviceMemStats._fields))
+
+    def should_log(self, step: int) -> bool:
+        return True
+
+    def log(
+        self,
+        step: int,
+        global_avg_loss: float,
+        global_max_loss: float,
+        grad_norm: float,
+        extra_metrics: dict[str, Any] | None = None,
+    ) -> None:
+        extra = extra_metrics or {}
+        self.logged = {
+            "loss": global_avg_loss,
+            "gradient norm": grad_norm,
+            "learning rate": extra["lr"],
+            "tokens": extra["n_tokens_seen"],
+        }
+
+    def close(self) -> None:
+        pass
+
+
+class _Held:
+    """Container of optimizers or of learning rates whose step waits for the judge."""
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.held, name)
+
+    def step(self) -> None:
+        pass
+
+
+class _TrainerProgram(Program):
+    """torchtitan's trainer on one rank. Its iteration runs up to the update within `backward`."""
+
+    def __init__(self, trainer: Any, log: _Log) -> None:
+        self.trainer, self.log = trainer, log
+        self.unclipped: dict[str, Piece] = {}
+        trainer.optimizers = _Held(trainer.optimizers)
+        trainer.lr_schedulers = _Held(trainer.lr_schedulers)
+
+    def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for part in self.trainer.model_parts:
+            for name, parameter in part.named_parameters():
+                yield _plain(name), parameter
+
+    def weights(self) -> dict[str, Piece]:
+        pieces = {name: piece_of(parameter) for name, parameter in self._parameters()}
+        for part in self.trainer.model_parts:
+            saved = part.state_dict().keys()
+            for name, buffer in part.named_buffers():
+                if name in saved:
+                    pieces[_plain(name)] = piece_of(buffer)
+        return pieces
+
+    def backward(self, samples: Tensor) -> dict[str, float]:
+        trainer = self.trainer
+        ranks, rank = 1, 0
+        if trainer.parallel_dims.dp_enabled:
+            mesh = trainer.parallel_dims.get_mesh("batch")
+            ranks, rank = mesh.size(), mesh.get_local_rank()
+        batches = samples.chunk(ranks)[rank].split(trainer.job_config.training.local_batch_size)
+        trainer.step += 1
+        with self._unclipped_gradients():
+            trainer.train_step(
+                trainer.batch_generator([({"input": each[:, :-1]}, each[:, 1:]) for each in batches])
+            )
+        knows_loss = not trainer.parallel_dims.pp_enabled or trainer.pp_has_last_stage
+        return {"loss": self.log.logged["loss"]} if knows_loss else {}
+
+    @contextmanager
+    def _unclipped_gradients(self) -> Iterator[None]:
+        """Copy the gradients before the trainer clips them, to which it goes on immediately."""
+        clip = titan_distributed.clip_grad_norm_
+
+        def copy_and_clip(*args: Any, **kwargs: Any) -> Any:
+            pieces = (
+                (name, piece_of(each.grad)) for name, each in self._parameters() if each.grad is not None
+            )
+            self.unclipped = {name: piece._replace(tensor=piece.tensor.clone()) for name, piece in pieces}
+            return clip(*args, **kwargs)
+
+        titan_distributed.clip_grad_norm_ = copy_and_clip
+        try:
+            yield
+        finally:
+            titan_distributed.clip_grad_norm_ = clip
+
+    def gradients(self) -> dict[str, Piece]:
+        return self.unclipped
+
+    def update(self) -> dict[str, float]:
+        self.trainer.optimizers.held.step()
+        self.trainer.lr_schedulers.held.step()
+        return {name: value for name, value in self.log.logged.items() if name != "loss"}
+
+    def modules(self) -> dict[str, nn.Module]:
+        parts = self.trainer.model_parts
+        return {_plain(name): module for part in parts for name, module in part.named_modules() if name}
+
+    def save(self, folder: Path) -> None:
+        self.trainer.checkpointer.folder = str(folder)
+        self.trainer.checkpointer.save(self.trainer.step)
+
+    def resume(self, folder: Path) -> None:
+        self.trainer.checkpointer.folder = str(folder)
+        self.trainer.checkpointer.load()
+
+    def close(self) -> None:
+        self.trainer.close()
+        disable_context_parallelism()
+        gc.enable()  # the trainer has disabled it
+
+
+def _plain(name: str) -> str:
+    """Return the name of a module or of a tensor without those of wrappers."""
+    return name.replace("_checkpoint_wrapped_module.", "").replace("._checkpoint_wrapped_module", "")
