@@ -65,7 +65,22 @@ LAYOUTS = (
 )
 
 
-def _chunk(config: Config, theirs: TransformerConfig, stage: int) -> GPTModel:
+@dataclasses.dataclass(frozen=True)
+class _Choices:
+    """Options that are in none of Megatron's configs.
+
+    Attributes:
+        parallel_output: GPTModel's logits stay cut over tensor-parallel ranks.
+        label_smoothing: argument of ``vocab_parallel_cross_entropy``.
+        padding_token: token without a loss, which the router's auxiliary losses do not count.
+    """
+
+    parallel_output: bool = True
+    label_smoothing: float = 0.0
+    padding_token: int | None = None
+
+
+def _chunk(config: Config, theirs: TransformerConfig, choices: _Choices, stage: int) -> GPTModel:
     """Return a chunk of the model, as ``gpt_builders.py`` of Megatron-LM builds it.
 
     Args:
@@ -86,6 +101,7 @@ def _chunk(config: Config, theirs: TransformerConfig, stage: int) -> GPTModel:
         spec,
         vocab_size=padded_vocab_size(model, 1),
         max_sequence_length=model.num_positions,
+        parallel_output=choices.parallel_output,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **stages),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **stages),
         share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
@@ -124,19 +140,33 @@ def _loss(weights: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Te
     return loss, count, {"loss": torch.cat([loss.clone().detach().view(1), count.view(1)])}
 
 
+def _smoothed(
+    weights: Tensor, labels: Tensor, smoothing: float, logits: Tensor
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Return the same with smoothed labels, which only a loss of the user's own has."""
+    losses = tensor_parallel.vocab_parallel_cross_entropy(
+        logits.transpose(0, 1).float(), labels.transpose(0, 1).contiguous(), smoothing
+    )
+    return _loss(weights, losses.transpose(0, 1).contiguous())
+
+
 class MegatronProgram(Program):
     """GPT model of megatron-core in its DistributedDataParallel, with its optimizer and schedules."""
 
     @on_cpu()
     def __init__(self, layout: Layout, config: Config, options: Mapping[str, str]) -> None:
         values = model_values(config) | optimizer_values(config) | layout_values(layout)
-        self._eod = int(options["eod_mask_loss"]) if "eod_mask_loss" in options else None
         kind = MLATransformerConfig if config.model.multi_latent_attention else TransformerConfig
-        kinds = (kind, DistributedDataParallelConfig, OptimizerConfig)
+        kinds = (kind, DistributedDataParallelConfig, OptimizerConfig, _Choices)
         known = {field.name for each in kinds for field in dataclasses.fields(each)}
-        if unknown := sorted(options.keys() - known - {"eod_mask_loss"}):
+        if unknown := sorted(options.keys() - known):
             raise UserError(f"--set {unknown[0]}: megatron-core's configs have no such field")
-        self._config, self._ddp, of_optimizer = (filled(each, values, options) for each in kinds)
+        self._config, self._ddp, of_optimizer, self._choices = (
+            filled(each, values, options) for each in kinds
+        )
+        has_cut_experts = config.model.has_experts and layout.size("tp") > 1
+        if has_cut_experts and not self._config.sequence_parallel:
+            raise UserError(f"layout {layout}: experts of megatron-core need +sp beside tp")
         parallel_state.initialize_model_parallel(
             self._config.tensor_model_parallel_size,
             self._config.pipeline_model_parallel_size,
@@ -149,7 +179,8 @@ class MegatronProgram(Program):
         torch.manual_seed(config.training.seed)
         self._micro_batch = layout.mbs or config.training.micro_batch_size
         self._chunks = [
-            self._wrapped(_chunk(config, self._config, stage), stage) for stage in range(layout.v or 1)
+            self._wrapped(_chunk(config, self._config, self._choices, stage), stage)
+            for stage in range(layout.v or 1)
         ]
         self._models: list[GPTModel] = [chunk.module for chunk in self._chunks]
         self._optimizer = get_megatron_optimizer(of_optimizer, self._chunks)
@@ -168,7 +199,10 @@ class MegatronProgram(Program):
     def _named(self) -> Iterator[tuple[str, Any]]:
         """Yield this rank's parameters, to which Megatron adds attributes such as ``main_grad``."""
         for model in self._models:
+            is_unused = model.share_embeddings_and_output_weights and hasattr(model, "embedding")
             for name, parameter in model.named_parameters():
+                if is_unused and name == "output_layer.weight":
+                    continue  # on the last stage with an embedding for MTP, which is tied in its place
                 yield whole_name(model, name), parameter
 
     @on_cpu()
@@ -220,9 +254,13 @@ class MegatronProgram(Program):
         positions = torch.arange(tokens.shape[1]).expand_as(tokens)
         mask = torch.ones(1, 1, tokens.shape[1], tokens.shape[1]).tril() < 0.5
         weights = torch.ones(tokens.shape, dtype=torch.float32)
-        if self._eod is not None:
-            weights[tokens == self._eod] = 0.0
-        output = model(tokens, positions, mask, labels=labels, loss_mask=weights)
+        padding = tokens == (-1 if self._choices.padding_token is None else self._choices.padding_token)
+        weights[padding] = 0.0
+        others = {"padding_mask": padding} if self._config.num_moe_experts and padding.any() else {}
+        if self._choices.label_smoothing:
+            logits = model(tokens, positions, mask, **others)
+            return logits, partial(_smoothed, weights, labels, self._choices.label_smoothing)
+        output = model(tokens, positions, mask, labels=labels, loss_mask=weights, **others)
         return output, partial(_loss, weights)
 
     def _losses(self, reported: list[dict[str, Tensor]], num_microbatches: int) -> dict[str, float]:
@@ -343,7 +381,7 @@ def build(layout: Layout, config: Config, options: Mapping[str, str]) -> Program
 
     Args:
         options: fields of Megatron's configs of the model, DistributedDataParallel and the optimizer, and
-            ``eod_mask_loss``, a token whose losses are masked, as Megatron's dataset does.
+            those of `_Choices`.
     """
     try:
         return MegatronProgram(layout, config, options)

@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import enum
 import inspect
+import types
 import typing
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -99,13 +100,16 @@ def model_values(config: Config) -> dict[str, Any]:
         "mtp_num_layers": model.mtp_num_layers or None,
         "params_dtype": torch.float32,
         "pipeline_dtype": torch.float32,
-        "deallocate_pipeline_outputs": True,
         "use_cpu_initialization": True,
     }
     if model.multi_latent_attention:
         values |= {"rope_type": "rope", "num_query_groups": None, "rotary_base": model.rotary_base}
     if model.recurrent_mixer != "none":
-        values["experimental_attention_variant"] = model.recurrent_mixer
+        values |= {
+            "experimental_attention_variant": model.recurrent_mixer,
+            "transformer_impl": "transformer_engine",
+            "deterministic_mode": True,
+        }
     values.pop("attention_backend", None)
     return values
 
@@ -156,6 +160,7 @@ def optimizer_values(config: Config) -> dict[str, Any]:
 
 
 _Options = TypeVar("_Options")
+_UNIONS = (typing.Union, types.UnionType)
 
 
 def filled(kind: type[_Options], values: Mapping[str, Any], options: Mapping[str, str]) -> _Options:
@@ -176,7 +181,7 @@ def _parsed(name: str, text: str, hint: Any) -> Any:
     Raises:
         UserError: the field has another type.
     """
-    for kind in typing.get_args(hint) if typing.get_origin(hint) is typing.Union else (hint,):
+    for kind in typing.get_args(hint) if typing.get_origin(hint) in _UNIONS else (hint,):
         if kind is type(None) and text == "None":
             return None
         if kind is bool and text.lower() in ("true", "false"):
