@@ -1,11 +1,10 @@
-"""Judge DeepSpeed: ZeRO 0 to 3, AutoTP, AutoEP and Ulysses, with a causal language model of transformers.
+"""Judge DeepSpeed: ZeRO 0 to 3 and AutoTP, with a causal language model of transformers.
 
 The loop is that of DeepSpeed's guide, with the mean loss of each microbatch: ``loss = engine(...).loss``,
 ``engine.backward(loss)`` and ``engine.step()``. Layouts:
 
 * ``dp2`` to ``dp2+zero3``: the ZeRO stage.
 * ``tp2``: AutoTP, by ``tensor_parallel.autotp_size``.
-* ``dp2ep2``: AutoEP, by ``expert_parallel.autoep_size``.
 
 ``--set NAME=JSON`` is a setting of its configuration, with dots: ``zero_optimization.overlap_comm=true``.
 """
@@ -47,9 +46,7 @@ LAYOUTS = ("mbs1", "dp2", "dp2+zero1", "dp2+zero2", "dp2+zero3", "tp2")
 
 _DTYPES = [*get_accelerator().supported_dtypes(), torch.float64]
 get_accelerator().supported_dtypes = lambda: _DTYPES  # its list for CPUs has no fp64
-vars(import_module("deepspeed.comm.torch"))["build_shm_op"] = lambda: (
-    None
-)  # compiles an operator of inference
+vars(import_module("deepspeed.comm.torch"))["build_shm_op"] = lambda: None  # compiles one of inference
 _NO_GROUPS = {
     name: copy.copy(value)
     for name, value in vars(groups).items()
@@ -201,6 +198,8 @@ def build(layout: Layout, config: Config, options: Mapping[str, str]) -> Program
 
 def _refuse_unknown(layout: Layout, config: Config) -> None:
     """Raise `UserError` for what DeepSpeed cannot do here, or this adapter does not map."""
+    if layout.size("ep") > 1:
+        raise UserError(f"layout {layout}: AutoEP of DeepSpeed 0.19.8 does not run with transformers 5.23")
     if unknown := sorted(set(layout.sizes) - {"dp", "tp", "ep"}):
         raise UserError(f"layout {layout}: this adapter of DeepSpeed has no {unknown[0]}")
     if layout.v is not None or layout.schedule is not None or layout.shard is not None:
@@ -244,8 +243,6 @@ def _settings(layout: Layout, config: Config, options: Mapping[str, str]) -> dic
     }
     if layout.size("tp") > 1:
         settings["tensor_parallel"] = {"autotp_size": layout.size("tp")}
-    if layout.size("ep") > 1:
-        settings["expert_parallel"] = {"enabled": True, "autoep_size": layout.size("ep")}
     for name, text in options.items():
         *parents, last = name.split(".")
         group = settings
