@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import sys
 import warnings
@@ -120,6 +121,7 @@ def record_rank(topology: Topology, task: Task) -> RankRecord:
     os.environ["OMP_NUM_THREADS"] = "1"
     with warnings.catch_warnings(), widened() if task.is_wide else nullcontext():
         warnings.simplefilter("ignore")  # those of the package are no business of the judgement
+        logging.disable(logging.WARNING)
         program: Program = import_adapter(task.adapter).build(task.layout, task.config, task.options)
         with closing(program):
             return _record(program, task)
