@@ -17,6 +17,8 @@ _WIDE: dict[Any, Any] = {
     **dict.fromkeys((Tensor.float, Tensor.bfloat16, Tensor.half), Tensor.double),
 }
 """What replaces a dtype, or a method that casts to one."""
+_CASTS = {Tensor: ("float", "bfloat16", "half", "to"), torch: ("zeros", "zeros_like", "empty", "empty_like")}
+"""Functions that also replace dtypes within calls that the mode handles, such as attention of DTensors."""
 
 
 class _Widened(TorchFunctionMode):
@@ -33,6 +35,13 @@ class _Widened(TorchFunctionMode):
         return _WIDE.get(func, func)(*wide, **{name: _widened(each) for name, each in (kwargs or {}).items()})
 
 
+def _wide_call(function: Callable[..., Any]) -> Callable[..., Any]:
+    wide = _WIDE.get(function, function)
+    return lambda *args, **kwargs: wide(
+        *map(_widened, args), **{name: _widened(each) for name, each in kwargs.items()}
+    )
+
+
 def _widened(argument: Any) -> Any:
     return _WIDE[argument] if isinstance(argument, torch.dtype) and argument in _WIDE else argument
 
@@ -46,9 +55,14 @@ def widened() -> Iterator[None]:
     before, set_default = torch.get_default_dtype(), torch.set_default_dtype
     torch.set_default_dtype(torch.float64)
     torch.set_default_dtype = lambda dtype: set_default(_widened(dtype))
+    casts = [(owner, name, getattr(owner, name)) for owner, names in _CASTS.items() for name in names]
+    for owner, name, function in casts:
+        setattr(owner, name, _wide_call(function))
     try:
         with _Widened() as mode, backward_within(mode):
             yield
     finally:
+        for owner, name, function in casts:
+            setattr(owner, name, function)
         torch.set_default_dtype = set_default
         torch.set_default_dtype(before)

@@ -15,6 +15,7 @@ import dataclasses
 import gc
 import itertools
 import json
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -32,6 +33,7 @@ from torchtitan.distributed.pipeline_parallel import generate_llm_fqn_per_model_
 from torchtitan.models.attention import ScaledDotProductAttentionWrapper
 from torchtitan.models.moe import kernels as permutation_kernels
 from torchtitan.protocols import train_spec
+from torchtitan.tools import logging as titan_logging
 from torchtitan.tools import utils as titan_utils
 from torchtitan.train import Trainer
 
@@ -47,17 +49,8 @@ from megalite.utils.torch_private import disable_context_parallelism
 PACKAGE = "torchtitan"
 VERSIONS = ("0.2.2",)
 LAYOUTS = (
-    "dp2",
-    "tp2",
-    "pp2",
-    "dp2shard1",
-    "dp4shard2",
-    "dp2tp2",
-    "pp2dp2",
-    "tp2pp2",
-    "pp2v2",
-    "pp2zbv",
-    "tp1mbs1",
+    *("dp2", "tp2", "cp2", "pp2", "dp2shard1", "dp4shard2", "dp2tp2", "pp2dp2"),
+    *("dp2+kept", "tp2+full", "pp2v2", "pp2zbv"),
 )
 
 for _module in (titan_utils, titan_axes, titan_distributed):
@@ -70,7 +63,7 @@ def _histc(values: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 _FLOAT_HISTC = torch.histc
-torch.histc = _histc
+torch.histc = _histc  # type: ignore[assignment]
 
 
 def _attend(
@@ -195,7 +188,7 @@ def build(layout: Layout, config: Config, options: Mapping[str, str]) -> Program
     Args:
         options: fields of torchtitan's JobConfig, such as ``parallelism.disable_loss_parallel=true``;
             ``args.NAME`` for an argument of its model; ``accumulation`` for the number of steps of a pipeline
-            in an iteration.
+            in an iteration; ``tokens=true`` compares the logged number of tokens, too.
 
     Raises:
         UserError: torchtitan has no such layout, model or option.
@@ -205,9 +198,9 @@ def build(layout: Layout, config: Config, options: Mapping[str, str]) -> Program
     for option, text in options.items():
         if option.startswith("args."):
             _set_option(args, option.removeprefix("args."), text)
-        elif option != "accumulation":
+        elif option not in ("accumulation", "tokens"):
             _set_option(job, option, text)
-    log = _Log()
+    log = _Log(counts_tokens=options.get("tokens") == "true")
     spec = dataclasses.replace(
         train_spec.get_train_spec(name),
         model_args={"judged": args},
@@ -220,6 +213,7 @@ def build(layout: Layout, config: Config, options: Mapping[str, str]) -> Program
     train_spec.register_train_spec(job.model.name, spec)
     TORCH_DTYPE_MAP["float32"] = torch.get_default_dtype()  # fp64 if the judge widens the program
     os.environ["LOCAL_RANK"] = "0"  # the number of its device
+    titan_logging.logger.addHandler(logging.NullHandler())
     try:
         return _TrainerProgram(Trainer(job), log)
     except (AssertionError, NotImplementedError, ValueError) as error:
@@ -357,7 +351,8 @@ class _NoData(BaseDataLoader):
 class _Log(MetricsProcessor):
     """Numbers that the trainer logs for an iteration, instead of their log; it also asks for GPU memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, counts_tokens: bool) -> None:
+        self.counts_tokens = counts_tokens
         self.color = titan_utils.NoColor()
         self.device_memory_monitor = self
         self.device_name = "cpu"
@@ -384,8 +379,9 @@ class _Log(MetricsProcessor):
             "loss": global_avg_loss,
             "gradient norm": grad_norm,
             "learning rate": extra["lr"],
-            "tokens": extra["n_tokens_seen"],
         }
+        if self.counts_tokens:
+            self.logged["tokens"] = extra["n_tokens_seen"]
 
     def close(self) -> None:
         pass
@@ -421,10 +417,9 @@ class _TrainerProgram(Program):
     def weights(self) -> dict[str, Piece]:
         pieces = {name: piece_of(parameter) for name, parameter in self._parameters()}
         for part in self.trainer.model_parts:
-            saved = part.state_dict().keys()
-            for name, buffer in part.named_buffers():
-                if name in saved:
-                    pieces[_plain(name)] = piece_of(buffer)
+            saved = part.state_dict().keys()  # which lack the names of wrappers
+            buffers = ((_plain(name), buffer) for name, buffer in part.named_buffers())
+            pieces |= {name: piece_of(buffer) for name, buffer in buffers if name in saved}
         return pieces
 
     def backward(self, samples: Tensor) -> dict[str, float]:

@@ -455,10 +455,9 @@ OPERATORS = {
 
 
 def test_context_parallelism_of_dtensors_can_be_disabled() -> None:
-    handlers = import_module("torch.distributed.tensor").DTensor._op_dispatcher._custom_op_handlers
-    operator, before = torch_private.flash_attention.default, dict(handlers)
+    dispatcher = import_module("torch.distributed.tensor").DTensor._op_dispatcher
     attention = import_module("torch.distributed.tensor.experimental._attention")
     attention._enable_context_parallel_dispatcher()
-    assert operator in handlers
+    assert torch_private.flash_attention.default in dispatcher._custom_op_handlers
     torch_private.disable_context_parallelism()
-    assert handlers == before
+    assert torch_private.flash_attention.default not in dispatcher._custom_op_handlers
