@@ -40,6 +40,7 @@ DEFAULTS = {
     "global_batch_size": 8,
     "micro_batch_size": 1,
     "lr": 1e-3,
+    "lr_decay_style": "constant",
 }
 """Fields that no flag has to set."""
 

@@ -77,13 +77,21 @@ class ReferenceCheck:
         first = min((each.phase for each in found.values()), default=0)
         return {key: each for key, each in found.items() if each.phase == first}
 
-    def deviations(self, record: FullRecord, sizes: Mapping[str, int], since: int = 0) -> Deviations:
+    def deviations(
+        self,
+        record: FullRecord,
+        sizes: Mapping[str, int],
+        since: int = 0,
+        *,
+        is_same_program: bool = True,
+    ) -> Deviations:
         """Compare all quantities of a record.
 
         Args:
             sizes: numbers of the layout that a factor can come from, by name.
             since: iterations of the reference before the first one of a record that has resumed; its start
                 and its first gradients are not compared.
+            is_same_program: the record must have all numbers that the reference reports.
         """
         found: Deviations = {}
         reference = self.reference
@@ -96,7 +104,7 @@ class ReferenceCheck:
                 found[GRADIENT, name] = self._tensor(GRADIENT, own, full.value, sizes, 1, smallest)
         reports = zip(record.reports, reference.reports[since:], strict=True)
         for iteration, (report, expected) in enumerate(reports, since + 1):
-            for name in expected.keys() & report.keys() if since else expected:
+            for name in expected if is_same_program and not since else expected.keys() & report.keys():
                 phase = 1 if iteration == 1 else 2
                 found[name, str(iteration)] = _number(name, iteration, report, expected, sizes, phase)
         for name, full in reference.weights.items():

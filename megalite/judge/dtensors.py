@@ -36,7 +36,8 @@ def _positions(tensor: DTensor) -> Tensor:
     """Return the indices of a rank's elements in the flat full tensor, computed without DTensor's own code.
 
     A shard that is strided is cut after the shards of later mesh dims: FSDP cuts what tensor parallelism has
-    left of a dim, although its mesh dim comes first.
+    left of a dim, although its mesh dim comes first. Without such shards, it cuts each of equal parts of the
+    dim, such as the gate and the up projection in one matrix, and joins the slices.
     """
     mesh, found = tensor.device_mesh, positions_in(tensor.shape)
     coordinates = mesh.get_coordinate()
@@ -48,7 +49,11 @@ def _positions(tensor: DTensor) -> Tensor:
     plain = [(dim, each) for dim, each in shards if type(each) is Shard]
     strided = [(dim, each) for dim, each in reversed(shards) if type(each) is not Shard]
     for mesh_dim, shard in (*plain, *strided):
-        found = _chunk(found, shard.dim, coordinates[mesh_dim], mesh.size(mesh_dim))
+        is_after = any(dim > mesh_dim and each.dim == shard.dim for dim, each in plain)
+        num_parts = 1 if is_after else getattr(shard, "split_factor", 1)
+        parts = found.chunk(num_parts, shard.dim)
+        place = (shard.dim, coordinates[mesh_dim], mesh.size(mesh_dim))
+        found = torch.cat([_chunk(part, *place) for part in parts], shard.dim)
     return found
 
 

@@ -80,7 +80,7 @@ class Judge:
         self._measure_tolerance()
         log.info(self._row("layout", "ranks", "loss", "gradient", "weight", "verdict"))
         if ours is not None:
-            self._log_row("megalite", 1, self._check.deviations(ours, {}))
+            self._log_row("megalite", 1, self._check.deviations(ours, {}, is_same_program=False))
         for layout in layouts:
             self._judge(layout)
         if self._last_save is not None:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from megalite.utils.torch_private import backward_within
+
 _WIDE: dict[Any, Any] = {
     **dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), torch.float64),
     **dict.fromkeys((Tensor.float, Tensor.bfloat16, Tensor.half), Tensor.double),
@@ -27,22 +29,8 @@ class _Widened(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func is Tensor.backward:  # its hooks and recomputed layers compute too
-            with self:
-                return _backward(*args, **(kwargs or {}))
         wide = [_widened(each) for each in args]
         return _WIDE.get(func, func)(*wide, **{name: _widened(each) for name, each in (kwargs or {}).items()})
-
-
-def _backward(
-    loss: Tensor,
-    gradient: Tensor | None = None,
-    retain_graph: bool | None = None,
-    create_graph: bool = False,
-    inputs: Sequence[Tensor] | None = None,
-) -> None:
-    """Do what `Tensor.backward` does, which would call the mode again."""
-    torch.autograd.backward(loss, gradient, retain_graph, create_graph, inputs=inputs)
 
 
 def _widened(argument: Any) -> Any:
@@ -59,7 +47,7 @@ def widened() -> Iterator[None]:
     torch.set_default_dtype(torch.float64)
     torch.set_default_dtype = lambda dtype: set_default(_widened(dtype))
     try:
-        with _Widened():
+        with _Widened() as mode, backward_within(mode):
             yield
     finally:
         torch.set_default_dtype = set_default

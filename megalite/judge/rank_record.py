@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import sys
 import warnings
@@ -115,11 +116,12 @@ def adapter_names() -> list[str]:
 
 def record_rank(topology: Topology, task: Task) -> RankRecord:
     """Run a task on this rank."""
-    os.environ.update(
-        RANK=str(topology.rank), LOCAL_RANK=str(topology.rank), WORLD_SIZE=str(topology.world_size)
-    )
+    rank, size = str(topology.rank), str(topology.world_size)
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)  # as torchrun does
+    os.environ["OMP_NUM_THREADS"] = "1"
     with warnings.catch_warnings(), widened() if task.is_wide else nullcontext():
         warnings.simplefilter("ignore")  # those of the package are no business of the judgement
+        logging.disable(logging.WARNING)
         program: Program = import_adapter(task.adapter).build(task.layout, task.config, task.options)
         with closing(program):
             return _record(program, task)

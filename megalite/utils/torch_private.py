@@ -66,6 +66,26 @@ def selected_attention(*arguments: Any, **options: Any) -> int:
     return torch._fused_sdp_choice(*arguments, **options)
 
 
+@contextmanager
+def backward_within(mode: AbstractContextManager[Any]) -> Iterator[None]:
+    """Let each backward pass run within a mode, with its hooks and the backward functions of Python.
+
+    A `TorchFunctionMode` is off while it handles a call, and `Tensor.backward` is such a call.
+    """
+    autograd: Any = torch.autograd
+    run = autograd._engine_run_backward
+
+    def run_within(*arguments: Any, **options: Any) -> Any:
+        with mode:
+            return run(*arguments, **options)
+
+    autograd._engine_run_backward = run_within
+    try:
+        yield
+    finally:
+        autograd._engine_run_backward = run
+
+
 def schema_of(operator: Any) -> Any:
     """Return an operator's name, arguments and results; `torch.library` only defines schemas."""
     return operator._schema

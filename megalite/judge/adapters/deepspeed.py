@@ -1,7 +1,7 @@
 """Judge DeepSpeed: ZeRO 0 to 3, AutoTP, AutoEP and Ulysses, with a causal language model of transformers.
 
-The loop is the one of DeepSpeed's guide: for each microbatch ``loss = engine(...).loss``, ``engine.backward(loss)``
-and ``engine.step()``, with the mean loss of the microbatch. Layouts:
+The loop is that of DeepSpeed's guide, with the mean loss of each microbatch: ``loss = engine(...).loss``,
+``engine.backward(loss)`` and ``engine.step()``. Layouts:
 
 * ``dp2`` to ``dp2+zero3``: the ZeRO stage.
 * ``tp2``: AutoTP, by ``tensor_parallel.autotp_size``.
@@ -12,23 +12,29 @@ and ``engine.step()``, with the mean loss of the microbatch. Layouts:
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import sys
 from collections.abc import Iterator, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is imported; gloo has no other device
 
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.checkpoint import ds_to_universal
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.utils import groups, safe_get_full_grad
 from torch import Tensor, nn
 
 from megalite.config import Config
-from megalite.judge.environment import restore_variables, set_torchrun_variables
-from megalite.judge.hf_models import from_megalite, hf_class, hf_config, saved_tensors
+from megalite.judge.hf_models import check_optimizer, from_megalite, hf_class, hf_config, saved_tensors
 from megalite.judge.program import Piece, Program
 from megalite.observe.verify.layouts import Layout
 from megalite.utils.errors import UserError
@@ -39,6 +45,19 @@ PACKAGE = "deepspeed"
 VERSIONS = ("0.19.8",)
 LAYOUTS = ("mbs1", "dp2", "dp2+zero1", "dp2+zero2", "dp2+zero3", "tp2")
 
+_DTYPES = [*get_accelerator().supported_dtypes(), torch.float64]
+get_accelerator().supported_dtypes = lambda: _DTYPES  # its list for CPUs has no fp64
+vars(import_module("deepspeed.comm.torch"))["build_shm_op"] = lambda: (
+    None
+)  # compiles an operator of inference
+_NO_GROUPS = {
+    name: copy.copy(value)
+    for name, value in vars(groups).items()
+    if not name.startswith("__") and (value is None or isinstance(value, int | dict))
+}
+"""The process groups and their sizes that DeepSpeed's module keeps, before any is made."""
+_LAYOUT = "judged_layout.txt"
+"""File beside a checkpoint with the name of its layout. In another one, DeepSpeed needs a conversion."""
 _SWITCHES = ("zero1", "zero2", "zero3")
 
 
@@ -50,7 +69,6 @@ class DeepSpeedRun(Program):
         self._layout, self._config = layout, config
         self._dp, self._batch = layout.size("dp"), layout.mbs or config.training.micro_batch_size
         self._settings = _settings(layout, config, options)
-        self._environment = set_torchrun_variables()
         deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
         # The engine cuts weights that are their own positions, counted from 1, so that 0 is padding.
         model = self._model()
@@ -66,7 +84,7 @@ class DeepSpeedRun(Program):
         }
 
     def _model(self) -> nn.Module:
-        torch.manual_seed(1)
+        torch.manual_seed(self._config.training.seed)
         return hf_class(self._config)(hf_config(self._config)).float()
 
     def _start(self, model: nn.Module, full: Mapping[str, Tensor]) -> None:
@@ -77,9 +95,12 @@ class DeepSpeedRun(Program):
         decayed = [each for each in model.parameters() if each.dim() > 1]
         others = [each for each in model.parameters() if each.dim() <= 1]
         parameters = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
-        self._engine, *_ = deepspeed.initialize(
-            model=model, model_parameters=parameters, config=json.loads(json.dumps(self._settings))
-        )
+        try:
+            self._engine, *_ = deepspeed.initialize(
+                model=model, model_parameters=parameters, config=json.loads(json.dumps(self._settings))
+            )
+        except ValueError as error:
+            raise UserError(f"layout {self._layout}: DeepSpeed refuses it: {error}") from error
         self._engine.train()
 
     def load(self, full: Mapping[str, Tensor]) -> None:
@@ -136,15 +157,37 @@ class DeepSpeedRun(Program):
 
     def save(self, folder: Path) -> None:
         self._engine.save_checkpoint(str(folder))
+        if dist.get_rank() == 0:
+            (folder / _LAYOUT).write_text(str(self._layout))
 
     def resume(self, folder: Path) -> None:
-        path, _ = self._engine.load_checkpoint(str(folder))
+        tag = (folder / "latest").read_text()
+        if (folder / _LAYOUT).read_text() != str(self._layout):
+            tag = f"{tag}_universal"
+            if dist.get_rank() == 0:
+                names = {
+                    "input_folder": folder / tag.removesuffix("_universal"),
+                    "output_folder": folder / tag,
+                }
+                universal = [word for name, path in names.items() for word in (f"--{name}", str(path))]
+                with patch.object(sys, "argv", ["ds_to_universal", *universal]):
+                    ds_to_universal.main(ds_to_universal.parse_arguments())
+            dist.barrier()
+            self._engine.destroy()
+            self._settings["checkpoint"] = {"load_universal": True}
+            model = self._model()
+            self._start(model, saved_tensors(model))
+        path, _ = self._engine.load_checkpoint(str(folder), tag=tag)
         if path is None:
             raise UserError(f"DeepSpeed finds no checkpoint in {folder}")
 
     def close(self) -> None:
         self._engine.destroy()
-        restore_variables(self._environment)
+        vars(groups).update(_NO_GROUPS)  # they would outlive the process group of this layout
+        deepspeed.comm.comm.cdb = None
+        # A rank that has run more layouts than another would number its parameters and modules otherwise.
+        deepspeed.zero.Init.param_id = 0
+        DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0][0] = 0
 
 
 def _equal(local: Tensor, full: Tensor) -> bool:
@@ -164,8 +207,7 @@ def _refuse_unknown(layout: Layout, config: Config) -> None:
         raise UserError(f"layout {layout}: this adapter of DeepSpeed has no pipeline schedules and no shard")
     if unknown := [switch for switch in layout.switches if switch not in _SWITCHES]:
         raise UserError(f"layout {layout}: DeepSpeed has no +{unknown[0]}; it has {', '.join(_SWITCHES)}")
-    if config.optimizer.optimizer != "adam":
-        raise UserError(f"--optimizer {config.optimizer.optimizer} is not judged with DeepSpeed: pass adam")
+    check_optimizer(config, "DeepSpeed")
 
 
 def _settings(layout: Layout, config: Config, options: Mapping[str, str]) -> dict[str, Any]:
@@ -178,14 +220,15 @@ def _settings(layout: Layout, config: Config, options: Mapping[str, str]) -> dic
     count, rest = divmod(config.global_batch(dp), batch * dp)
     if rest or not count:
         raise UserError(f"--global-batch-size {config.global_batch(dp)} is not a multiple of {batch * dp}")
-    stages = [int(switch[-1]) for switch in layout.switches]
+    # With stage 0 the engine logs no gradient norm. One rank stands for all layouts, so it runs stage 1.
+    stages = [int(switch[-1]) for switch in layout.switches] or [int(layout.world_size == 1)]
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": batch,
         "gradient_accumulation_steps": count,
         "gradient_clipping": optimizer.clip_grad,
         "steps_per_print": 1 << 30,
         "zero_optimization": {
-            "stage": stages[0] if stages else 0,
+            "stage": stages[0],
             "stage3_param_persistence_threshold": 0,  # else a small model is not cut
         },
         "optimizer": {

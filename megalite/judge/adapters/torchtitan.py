@@ -30,6 +30,7 @@ from torchtitan.distributed import parallel_dims as titan_axes
 from torchtitan.distributed import utils as titan_distributed
 from torchtitan.distributed.pipeline_parallel import generate_llm_fqn_per_model_part
 from torchtitan.models.attention import ScaledDotProductAttentionWrapper
+from torchtitan.models.moe import kernels as permutation_kernels
 from torchtitan.protocols import train_spec
 from torchtitan.tools import utils as titan_utils
 from torchtitan.train import Trainer
@@ -78,6 +79,7 @@ def _attend(
     return flash_attention(q, k, v, is_causal=is_causal, **options)
 
 
+permutation_kernels.fill_indices_wrapper = permutation_kernels.fill_indices_cpu
 ScaledDotProductAttentionWrapper.forward = _attend  # a GPU's operator, because the CPU's knows no DTensors
 
 _SCHEDULES = {

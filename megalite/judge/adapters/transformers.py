@@ -12,9 +12,11 @@ and trained by the methods of a `Trainer`, in the loop of `Trainer._run_epoch` o
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -24,14 +26,14 @@ import transformers
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.trainer_pt_utils import nested_gather
 
 from megalite.config import Config
-from megalite.judge.environment import restore_variables, set_torchrun_variables
-from megalite.judge.hf_models import from_megalite, hf_class, hf_config, saved_tensors
-from megalite.judge.program import Piece, Program, positions_in
+from megalite.judge.dtensors import piece_of
+from megalite.judge.hf_models import check_optimizer, from_megalite, hf_class, hf_config, saved_tensors
+from megalite.judge.program import Piece, Program
 from megalite.observe.verify.layouts import Layout
 from megalite.utils.errors import UserError
 
@@ -41,7 +43,7 @@ PACKAGE = "transformers"
 VERSIONS = ("5.23.0",)
 LAYOUTS = ("tp2", "dp2", "dp2+zero3", "mbs1", "tp2dp2", "tp2dp2+zero3")
 
-_OPTIMIZERS = {"adam": "adamw_torch_fused"}
+transformers.utils.logging.disable_progress_bar()
 _OPTIONS = {
     "masked-token": "labels with this token have no loss",
     "experts": "experts_implementation: eager, batched_mm or grouped_mm",
@@ -60,7 +62,6 @@ class TransformersRun(Program):
         self._tp, dp = layout.size("tp"), layout.size("dp")
         self._dp, self._batch = dp, layout.mbs or config.training.micro_batch_size
         self._masked = int(options["masked-token"]) if "masked-token" in options else None
-        self._environment = set_torchrun_variables()
         self._folder = tempfile.TemporaryDirectory(prefix="judge-transformers-")
         model = _load_model(layout, config, options)
         arguments = _arguments(config, self._folder.name, self._num_microbatches(config), self._batch)
@@ -140,29 +141,29 @@ class TransformersRun(Program):
     def modules(self) -> Mapping[str, torch.nn.Module]:
         return {name: module for name, module in self._trainer.model.named_modules() if name}
 
+    def save(self, folder: Path) -> None:
+        if self._trainer.is_distributed_loading_by_transformers:
+            raise UserError("the Trainer of transformers cannot resume with a DistributedConfig")
+        self._trainer.args.output_dir = str(folder)
+        self._trainer._save_checkpoint(self._model, None)
+        dist.barrier()
+
+    def resume(self, folder: Path) -> None:
+        if self._trainer.is_distributed_loading_by_transformers:
+            raise UserError("the Trainer of transformers cannot resume with a DistributedConfig")
+        (checkpoint,) = folder.glob("checkpoint-*")
+        self._trainer._load_from_checkpoint(str(checkpoint))
+        self._trainer._load_optimizer_and_scheduler(str(checkpoint))
+
     def close(self) -> None:
         for state in (GradientState, AcceleratorState, PartialState):
             state._reset_state()  # singletons, which would outlive the layout
         self._folder.cleanup()
-        restore_variables(self._environment)
 
 
 def build(layout: Layout, config: Config, options: Mapping[str, str]) -> Program:
     """Return the Trainer of this rank."""
     return TransformersRun(layout, config, options)
-
-
-def piece_of(tensor: Tensor) -> Piece:
-    """Return the piece of a rank that holds a tensor or its part of a DTensor."""
-    if not isinstance(tensor, DTensor):
-        return Piece.whole(tensor)
-    shape = tuple(tensor.shape)
-    if any(placement.is_partial() for placement in tensor.placements):
-        raise UserError(f"a DTensor of placements {tensor.placements} is not reduced")
-    places = distribute_tensor(
-        positions_in(shape), tensor.device_mesh, tensor.placements, src_data_rank=None
-    ).to_local()
-    return Piece(tensor.to_local(), shape, places)
 
 
 def _refuse_unknown(layout: Layout, config: Config, options: Mapping[str, str]) -> None:
@@ -182,10 +183,7 @@ def _refuse_unknown(layout: Layout, config: Config, options: Mapping[str, str]) 
         raise UserError(f"layout {layout}: transformers cuts no expert of ep over tp: add etp1")
     if ep == 1 and "etp" in layout.sizes:
         raise UserError(f"layout {layout}: transformers cuts experts over all tp ranks: remove etp")
-    if config.optimizer.optimizer not in _OPTIMIZERS:
-        raise UserError(
-            f"--optimizer {config.optimizer.optimizer} is not mapped: {', '.join(_OPTIMIZERS)} are"
-        )
+    check_optimizer(config, PACKAGE)
     if unknown := sorted(set(options) - set(_OPTIONS)):
         meanings = "; ".join(f"{name}: {meaning}" for name, meaning in _OPTIONS.items())
         raise UserError(f"--set {unknown[0]} is not known. {meanings}")
@@ -193,16 +191,18 @@ def _refuse_unknown(layout: Layout, config: Config, options: Mapping[str, str]) 
 
 def _load_model(layout: Layout, config: Config, options: Mapping[str, str]) -> Any:
     """Return the model as `from_pretrained` cuts it, from a folder that rank 0 writes."""
-    folder = [tempfile.mkdtemp(prefix="judge-weights-") if dist.get_rank() == 0 else ""]
+    is_first = dist.get_rank() == 0
+    folder = [tempfile.mkdtemp(prefix="judge-weights-") if is_first else ""]
     kind, hf = hf_class(config), hf_config(config)
-    hf._attn_implementation = options.get("attention", "sdpa")
     hf._experts_implementation = options.get("experts", hf._experts_implementation)
-    if dist.get_rank() == 0:
+    torch.manual_seed(config.training.seed)
+    if is_first:
         kind(hf).save_pretrained(folder[0])
     dist.broadcast_object_list(folder, src=0)
     sizes = _sizes(layout)
-    more: dict[str, Any] = {"attn_implementation": hf._attn_implementation}
-    more["experts_implementation"] = hf._experts_implementation
+    more: dict[str, Any] = {"experts_implementation": hf._experts_implementation}
+    if "attention" in options:
+        more["attn_implementation"] = options["attention"]
     if sizes:
         more["distributed_config"] = DistributedConfig(**sizes, ep_implementation=options.get("ep", "auto"))
     try:
@@ -210,6 +210,8 @@ def _load_model(layout: Layout, config: Config, options: Mapping[str, str]) -> A
     except ValueError as error:
         raise UserError(f"layout {layout}: transformers refuses it: {error}") from error
     dist.barrier()
+    if is_first:
+        shutil.rmtree(folder[0])
     return model
 
 
@@ -233,7 +235,6 @@ def _arguments(config: Config, folder: str, num_microbatches: int, batch: int) -
         per_device_train_batch_size=batch,
         gradient_accumulation_steps=num_microbatches,
         max_steps=1 << 20,
-        optim=_OPTIMIZERS[optimizer.optimizer],
         learning_rate=optimizer.lr,
         lr_scheduler_type="constant",
         adam_beta1=optimizer.adam_beta1,

@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from megalite.config import ParallelConfig
 from megalite.distributed.local_ranks import run_ranks
@@ -19,7 +20,10 @@ def _distributed_positions(topology, rows):
     """Return, for DTensors whose elements are their own positions, what pieces say of them."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     pieces = []
-    for placements in ((Shard(0), Shard(0)), (Shard(1), Shard(0)), (Replicate(), Shard(1))):
+    cuts = [(Shard(0), Shard(0)), (Shard(1), Shard(0)), (Replicate(), Shard(1))]
+    if rows % 4 == 0:  # two matrices in one, each cut
+        cuts.append((Replicate(), _StridedShard(0, split_factor=2)))
+    for placements in cuts:
         pieces.append(piece_of(distribute_tensor(positions_in((rows, 3)), mesh, placements)))
     layer = torch.nn.Linear(3, rows, bias=False)
     with torch.no_grad():
