@@ -38,7 +38,7 @@ with warnings.catch_warnings():
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.transformer.moe.moe_utils import track_moe_metrics
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
-    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
     from megalite.judge.adapters.megatron.on_cpu import on_cpu
     from megalite.judge.adapters.megatron.settings import (
@@ -72,12 +72,13 @@ class _Choices:
     Attributes:
         parallel_output: GPTModel's logits stay cut over tensor-parallel ranks.
         label_smoothing: argument of ``vocab_parallel_cross_entropy``.
-        padding_token: token without a loss, which the router's auxiliary losses do not count.
+        padding_from: tokens from this one on are padding: they have no loss, and the router's auxiliary
+            losses do not count them. Their number differs between ranks.
     """
 
     parallel_output: bool = True
     label_smoothing: float = 0.0
-    padding_token: int | None = None
+    padding_from: int | None = None
 
 
 def _chunk(config: Config, theirs: TransformerConfig, choices: _Choices, stage: int) -> GPTModel:
@@ -156,8 +157,7 @@ class MegatronProgram(Program):
     @on_cpu()
     def __init__(self, layout: Layout, config: Config, options: Mapping[str, str]) -> None:
         values = model_values(config) | optimizer_values(config) | layout_values(layout)
-        kind = MLATransformerConfig if config.model.multi_latent_attention else TransformerConfig
-        kinds = (kind, DistributedDataParallelConfig, OptimizerConfig, _Choices)
+        kinds = (TransformerConfig, DistributedDataParallelConfig, OptimizerConfig, _Choices)
         known = {field.name for each in kinds for field in dataclasses.fields(each)}
         if unknown := sorted(options.keys() - known):
             raise UserError(f"--set {unknown[0]}: megatron-core's configs have no such field")
@@ -254,7 +254,8 @@ class MegatronProgram(Program):
         positions = torch.arange(tokens.shape[1]).expand_as(tokens)
         mask = torch.ones(1, 1, tokens.shape[1], tokens.shape[1]).tril() < 0.5
         weights = torch.ones(tokens.shape, dtype=torch.float32)
-        padding = tokens == (-1 if self._choices.padding_token is None else self._choices.padding_token)
+        first = self._choices.padding_from
+        padding = torch.zeros_like(tokens, dtype=torch.bool) if first is None else tokens >= first
         weights[padding] = 0.0
         others = {"padding_mask": padding} if self._config.num_moe_experts and padding.any() else {}
         if self._choices.label_smoothing:
@@ -341,6 +342,9 @@ class MegatronProgram(Program):
 
     @on_cpu()
     def resume(self, folder: Path) -> None:
+        saved = dist_checkpointing.load_common_state_dict(str(folder))["args"]
+        if saved["use_distributed_optimizer"] or self._ddp.use_distributed_optimizer:
+            raise UserError("without Apex and Transformer Engine, megatron-core resumes no run with +zero1")
         state = dist_checkpointing.load(self._state(is_loading=True), str(folder))
         for key, model in zip(self._keys, self._models, strict=True):
             model.load_state_dict(state[key])
@@ -365,7 +369,8 @@ class MegatronProgram(Program):
             "chained_optim_avoid_prefix": True,
             "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         }
-        state: dict[str, Any] = {"checkpoint_version": 3.0}
+        args = {"use_distributed_optimizer": self._ddp.use_distributed_optimizer}
+        state: dict[str, Any] = {"checkpoint_version": 3.0, "args": args}
         for key, model in zip(self._keys, self._models, strict=True):
             state[key] = model.sharded_state_dict(metadata=metadata)
         state["optimizer"] = self._optimizer.sharded_state_dict(state, is_loading, metadata=metadata)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt import experimental_attention_variant_module_specs as variants
+from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.ssm import gated_delta_net
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.tensor_parallel import random as megatron_random
@@ -185,6 +186,7 @@ def on_cpu() -> Iterator[None]:
             patch.object(moe_utils, "te_general_gemm", None, create=True),
             patch.multiple(gated_delta_net, HAVE_FLA=True, l2norm=_l2norm, create=True),
             patch.multiple(variants, TESpecProvider=_Backend, create=True),
+            patch.multiple(gpt_layer_specs, TESpecProvider=_Backend, create=True),
             patch.object(token_dispatcher, "maybe_move_tensor_to_cpu", _counts),
             patch.multiple(
                 dist, all_reduce=_all_reduce, all_gather=_all_gather, reduce_scatter=_reduce_scatter

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 from megatron.core.optimizer import OptimizerConfig
-from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megalite.config import Config
 from megalite.config.fields import MODEL_FIELDS, inactive_options
@@ -68,13 +68,15 @@ def model_values(config: Config) -> dict[str, Any]:
         UserError: it has an option that the GPT model of megatron-core does not have.
     """
     model = config.model
-    theirs = {field.name for field in dataclasses.fields(MLATransformerConfig)}
+    theirs = {field.name for field in dataclasses.fields(TransformerConfig)}
     unknown = MODEL_FIELDS.keys() - theirs - _OF_THE_PROGRAM - inactive_options(model).keys()
     for name in sorted(unknown):
         if getattr(model, name) != MODEL_FIELDS[name].default:
             raise UserError(f"megatron-core has no {flag_of(name)} {getattr(model, name)}: remove it")
     if model.architecture != "gpt" or model.activation not in _ACTIVATIONS or model.rope_scaling != "none":
         raise UserError("megatron-core is judged with GPT models, without --quick-geglu and --rope-scaling")
+    if model.multi_latent_attention:
+        raise UserError("--multi-latent-attention of megatron-core needs Transformer Engine: remove it")
     if model.position_embedding_type == "alibi":
         raise UserError("megatron-core has no --position-embedding-type alibi: pass rope")
     values = {name: getattr(model, name) for name in MODEL_FIELDS if name in theirs}
@@ -82,13 +84,10 @@ def model_values(config: Config) -> dict[str, Any]:
     for name in ("moe_layer_freq", "linear_attention_freq", "window_attn_skip_freq"):
         if values[name] is not None and len(values[name]) == 1:
             values[name] = values[name][0]
-    if not model.multi_latent_attention:
-        of_latents = theirs - {field.name for field in dataclasses.fields(TransformerConfig)}
-        values = {name: value for name, value in values.items() if name not in of_latents}
     values |= {
         **_ACTIVATIONS[model.activation],
         "ffn_hidden_size": model.ffn_size,
-        "kv_channels": model.head_dim if not model.multi_latent_attention else None,
+        "kv_channels": model.head_dim,
         "num_query_groups": model.num_kv_heads,
         "layernorm_epsilon": model.norm_epsilon,
         "layernorm_zero_centered_gamma": model.zero_centered_norms,
@@ -102,8 +101,6 @@ def model_values(config: Config) -> dict[str, Any]:
         "pipeline_dtype": torch.float32,
         "use_cpu_initialization": True,
     }
-    if model.multi_latent_attention:
-        values |= {"rope_type": "rope", "num_query_groups": None, "rotary_base": model.rotary_base}
     if model.recurrent_mixer != "none":
         values |= {
             "experimental_attention_variant": model.recurrent_mixer,
