@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megalite.data._index_builder import TokenSource
+from megalite.data.file_ranges import FileRange, fetch_ranges, read_ranges
 from megalite.data.index_arrays import (
     BLOCK,
     Entries,
@@ -23,14 +24,7 @@ from megalite.data.index_arrays import (
     check_index_documents,
     check_index_sequences,
 )
-from megalite.data.storage import (
-    CACHE_BYTES,
-    FileRange,
-    MappedBytes,
-    fetch_ranges,
-    open_bytes,
-    read_ranges,
-)
+from megalite.data.storage import CACHE_BYTES, MappedBytes, open_bytes
 from megalite.utils.errors import UserError
 from megalite.utils.files import new_file, open_new
 from megalite.utils.object_store import is_remote
@@ -109,6 +103,10 @@ class IndexedDataset:
         for number in {number for number, _ in located}:
             self.shards[number].check_files()
         return [part.view(self.dtype) for part in parts]
+
+    def has_checksums(self, of_windows: bool) -> bool:
+        """Return whether windows, or else whole sequences, from a store are compared with checksums."""
+        return False
 
     def locate(self, sequence: int) -> tuple[int, FileRange]:
         """Return the number of the shard that holds a sequence, and the sequence's bytes in its .bin."""

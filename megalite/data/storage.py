@@ -20,7 +20,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -43,7 +42,6 @@ _BYTES_IN_MEMORY = 256 << 20
 _REGION_BYTES = 4 << 20
 """Bytes to remove at a time of a file in use."""
 _RANGED = "-ranges"
-_MAX_ATTEMPTS = 5
 
 STATUS_AGE_MS = 20
 """Milliseconds for which a loader relies on a file's last known size and times."""
@@ -122,6 +120,13 @@ class MappedBytes:
     def fetch(self, begin: int, end: int) -> None:
         """Make bytes `begin` to `end` of the array valid; before this call they may be zeros."""
 
+    def copy(self, begin: int, end: int) -> npt.NDArray[np.uint8] | None:
+        """Return a copy of a range; None if a part of it is absent, or was removed meanwhile."""
+        return self.array[begin:end].copy()
+
+    def forget(self, begin: int, end: int) -> None:
+        """Mark a range as absent if it can be fetched again."""
+
     def check(self) -> None:
         """Check that everything read from the array so far is as the file was when it was opened.
 
@@ -148,55 +153,6 @@ _CHANGES = {
     FileChange.modified: "was written to or touched",
     FileChange.rewritten: "was written to, and its modification time set back,",
 }
-
-
-class FileRange(NamedTuple):
-    """Bytes from `begin` to `end` of a file, and their CRC-32 if it is known."""
-
-    file: MappedBytes
-    begin: int
-    end: int
-    crc32: int | None = None
-
-
-def read_ranges(ranges: Sequence[FileRange]) -> list[npt.NDArray[np.uint8]]:
-    """Return copies of ranges of files; what is missing of those in a store is fetched in one go.
-
-    Bytes from a store that do not have their checksum are fetched once again.
-
-    Raises:
-        UserError: see `CachedBytes.fetch`, or bytes are wrong again.
-    """
-    parts: dict[int, npt.NDArray[np.uint8]] = {}
-    damaged = set[int]()
-    for _ in range(_MAX_ATTEMPTS):  # another process may remove what was fetched
-        fetch_ranges([each for i, each in enumerate(ranges) if i not in parts])
-        for i, (file, begin, end, crc32) in enumerate(ranges):
-            if i in parts:
-                continue
-            if not isinstance(file, CachedBytes):
-                parts[i] = file.array[begin:end].copy()
-            elif (part := file.copy(begin, end)) is None:
-                continue
-            elif crc32 is None or zlib.crc32(part.data) == crc32:
-                parts[i] = part
-            elif i in damaged:
-                raise file.damaged(begin, end)
-            else:
-                damaged.add(i)
-                file.forget(begin, end)
-        if len(parts) == len(ranges):
-            return [parts[i] for i in range(len(ranges))]
-    raise UserError("the cache cannot hold the samples of one batch: raise --data-cache-bytes")
-
-
-def fetch_ranges(ranges: Sequence[FileRange]) -> None:
-    """Fetch what the cache lacks of ranges of files in a store, in one go; see `CachedBytes.fetch`."""
-    wanted: dict[CachedBytes, list[tuple[int, int]]] = {}
-    for file, begin, end, _ in ranges:
-        if isinstance(file, CachedBytes):
-            wanted.setdefault(file, []).append((begin, end))
-    fetch_missing(wanted)
 
 
 class FilesInUse:
@@ -284,14 +240,12 @@ class CachedBytes(MappedBytes):
         fetch_missing({self: [(begin, end)]})
 
     def copy(self, begin: int, end: int) -> npt.NDArray[np.uint8] | None:
-        """Return a copy of a range; None if a part of it is absent, or was removed meanwhile."""
         marks = self._marks[begin // GRANULE_BYTES : -(-end // GRANULE_BYTES)]
         before = marks.copy()
         data = self.array[begin:end].copy()
         return data if begin == end or (before.all() and bool((marks == before).all())) else None
 
     def forget(self, begin: int, end: int) -> None:
-        """Mark a range as absent: what was read is damaged."""
         self._marks[begin // GRANULE_BYTES : -(-end // GRANULE_BYTES)] = 0
 
     def missing(self, ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:

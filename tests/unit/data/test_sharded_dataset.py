@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from megalite.cli import datasets
+from megalite.data import sharded_dataset
 from megalite.data.corpus_record import CorpusIdentity
 from megalite.data.dataset_merge import list_shards, merge_datasets
 from megalite.data.indexed_dataset import IndexedDataset, IndexedWriter
@@ -97,6 +99,25 @@ def test_the_number_of_shards_changes_nothing(
     merge_datasets([f"{prefix}.shards.json"], str(tmp_path / "merged"))
     for ending in (".bin", ".idx"):
         assert Path(f"{whole}{ending}").read_bytes() == (tmp_path / f"merged{ending}").read_bytes()
+
+
+def test_checksums_are_those_of_sequences_and_of_16_kib_of_each_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where pieces and sequences are read in several blocks."""
+    monkeypatch.setattr(sharded_dataset, "_CHECKED_BYTES", 10_000)
+    content = documents(2000)
+    shards = shards_of(tmp_path / "in", content, 2)
+    list_shards(shards, str(tmp_path / "corpus"))
+    parts = []
+    for shard, half in zip(shards, (content[:1000], content[1000:]), strict=True):
+        parts += [np.array(tokens, "<u2").tobytes() for document in half for tokens in document]
+        data = Path(f"{shard}.bin").read_bytes()
+        assert len(data) > 3 * 16384
+        parts += [data[i : i + 16384] for i in range(0, len(data), 16384)]
+    assert np.fromfile(tmp_path / "corpus.shards.crc32", "<u4").tolist() == [
+        zlib.crc32(part) for part in parts
+    ]
 
 
 def test_entries_of_several_parts_are_those_of_one_array() -> None:
@@ -187,7 +208,8 @@ def test_shards_that_do_not_belong_together_are_not_listed(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"format": 2}, "has format 2; only format 1 can be read"),
+        ({"format": 3}, "has format 3; only formats up to 2 can be read"),
+        ({"piece_bytes": 0}, "its pieces have no bytes"),
         ({"dtype": "text"}, "write it again with merge-datasets --list"),
         ({"shards": []}, "lists no shards"),
         ({"checksums_crc32": 1}, r"corpus\.shards\.crc32 does not belong to .*corpus\.shards\.json"),

@@ -156,7 +156,7 @@ def test_bytes_that_were_not_listed_are_fetched_again_and_then_named(
 
     def flipped(self: Any, path: str, start: int, end: int) -> bytes:
         data = bytes(cat_file(self, path, start=start, end=end))
-        return bytes([data[0] ^ flips.pop()]) + data[1:]
+        return bytes([data[0] ^ flips.pop()]) + data[1:] if path.endswith(".bin") else data
 
     monkeypatch.setattr(MemoryFileSystem, "cat_file", flipped)
     assert dataset[0].tolist() == list(range(40))
