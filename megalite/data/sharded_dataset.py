@@ -15,15 +15,15 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from megalite.data.file_ranges import Check, FileRange
-from megalite.data.index_arrays import Entries, FetchedArray
-from megalite.data.indexed_dataset import DTYPE_CODES, IndexedDataset, blocks_of, sequence_lengths
+from megalite.data.index_arrays import DTYPE_CODES, Entries, FetchedArray, ListedIndex
+from megalite.data.indexed_dataset import IndexedDataset, blocks_of, sequence_lengths
 from megalite.data.storage import CACHE_BYTES, MappedBytes, exists, open_bytes, read_small
 from megalite.utils.errors import UserError
 from megalite.utils.files import parse_json
@@ -346,6 +346,28 @@ class ShardedDataset(IndexedDataset):
 
 def _open_shard(
     prefix: str, dtype: str, cache_bytes: int, checks_index: bool, entry: ShardEntry
+) -> IndexedDataset:
+    """Open a shard, and check that it is the one that was listed.
+
+    Without `checks_index`, only the sizes of its files are checked now, and its index once entries are read.
+    """
+    check_shard = partial(_check_shard, prefix, dtype, cache_bytes, entry)
+    if checks_index:
+        return check_shard(True)
+    name, stored = shard_prefix(prefix, entry.name), np.dtype(dtype).newbyteorder("<")
+    check = cache(lambda: check_shard(False).release())
+    listed = ListedIndex(stored, entry.sequences, entry.documents, check)
+    shard = IndexedDataset(name, cache_bytes, False, listed)
+    if (num_bytes := len(shard.files[0].array)) != entry.tokens * stored.itemsize:
+        raise UserError(
+            f"{name}.bin has {num_bytes} bytes, and {list_path(prefix)} lists {entry.tokens} tokens of "
+            f"{stored.itemsize} bytes: restore the shard, or list the shards again"
+        )
+    return shard
+
+
+def _check_shard(
+    prefix: str, dtype: str, cache_bytes: int, entry: ShardEntry, checks_index: bool
 ) -> IndexedDataset:
     """Open a shard, and check that it is the one that was listed, as far as its index and sizes tell."""
     path = list_path(prefix)

@@ -184,6 +184,33 @@ def test_another_shard_is_named(tmp_path: Path, listed: Callable[[int], str]) ->
         datasets.inspect_dataset([prefix])
 
 
+def test_windows_check_a_shard_when_its_index_is_read(tmp_path: Path, listed: Callable[[int], str]) -> None:
+    """But the sizes of its files at the start: the list has them."""
+    prefix = listed(3)
+    path = tmp_path / "in3" / "c-00001-of-00003_text_document.idx"
+    original, numbers = path.read_bytes(), np.arange(9)
+    whole = open_dataset(prefix)
+    expected = WindowDataset(whole, range(len(whole)), None, 64, 7).gather(numbers)
+    path.write_bytes(original[:17] + b"\x03" + original[18:])  # int16
+    corpus = open_dataset(prefix, checks_index=False)
+    windows = WindowDataset(corpus, range(len(corpus)), None, 64, 7)
+    assert np.array_equal(windows.gather(numbers), expected)
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"c-00001.* \(int16\), and .*corpus\.shards\.json lists"):
+            corpus.first_token(len(corpus.shards[0]))
+    for file, match in (
+        (path, r"c-00001-of-00003_text_document\.idx is truncated"),
+        (
+            path.with_suffix(".bin"),
+            r"document\.bin has \d+ bytes, and .*corpus\.shards\.json lists \d+ tokens",
+        ),
+    ):
+        os.truncate(file, file.stat().st_size - 1)
+        with pytest.raises(UserError, match=match):
+            open_dataset(prefix, checks_index=False)
+        path.write_bytes(original)
+
+
 def test_shards_that_do_not_belong_together_are_not_listed(tmp_path: Path) -> None:
     parts = shards_of(tmp_path / "in", documents(9), 3)
     out = str(tmp_path / "in" / "corpus")
