@@ -280,7 +280,8 @@ class ShardedDataset(IndexedDataset):
             for shard, size in zip(self.shards, num_bytes, strict=True)
         ]
         self._first_checksums: list[int] = np.cumsum([0, *counts]).tolist()
-        self._checksums = _open_checksums(prefix, listed, self._first_checksums[-1], checks_index)
+        count = self._first_checksums[-1]
+        self._checksums = _open_checksums(prefix, listed, count, cache_bytes, checks_index)
         self.release()
 
     @property
@@ -385,11 +386,13 @@ def _check_shard(
     return shard
 
 
-def _open_checksums(prefix: str, listed: ShardList, count: int, checks_index: bool) -> MappedBytes:
+def _open_checksums(
+    prefix: str, listed: ShardList, count: int, cache_bytes: int, checks_index: bool
+) -> MappedBytes:
     """Open PREFIX.shards.crc32, and check that it has this number of checksums, or also its own."""
     path = f"{prefix.removesuffix(LIST_SUFFIX)}{CHECKSUM_SUFFIX}"
     try:
-        file = open_bytes(path)
+        file = open_bytes(path, cache_bytes)
     except FileNotFoundError:
         raise UserError(f"{path} is missing: copy it, or list the shards again") from None
     is_valid = len(file.array) == 4 * count
