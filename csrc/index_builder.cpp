@@ -311,6 +311,7 @@ PYBIND11_MODULE(_index_builder, module) {
       .def(py::init<std::string, bool, bool>(), py::arg("path"), py::arg("writable") = false,
            py::arg("is_shared") = false)
       .def("release", &MappedFile::release, "Gives back the memory of the pages read so far; reading maps them again.")
+      .def("read_randomly", &MappedFile::read_randomly, "Says that no pages beside those that are read will be needed.")
       .def("array", &array_of, "All bytes, uint8; read-only unless the file was opened to be written.")
       .def("change", &MappedFile::change, py::arg("max_age_ms") = 0, py::arg("asks_server") = false,
            py::call_guard<py::gil_scoped_release>(),

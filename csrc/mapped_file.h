@@ -151,6 +151,11 @@ class MappedFile {
     if (range_ != nullptr) madvise(data_, size_, MADV_DONTNEED);
   }
 
+  // Tells the system to read no pages beside those that are read: some systems read megabytes of them for each.
+  void read_randomly() {
+    if (range_ != nullptr) madvise(data_, size_, MADV_RANDOM);
+  }
+
   // Returns what happened to the file since it was opened: reads may have returned other data. The file's status is
   // read unless this was done at most max_age_ms ago. An NFS client may cache a status for a minute. With asks_server,
   // the file is opened, for which the client asks the server.

@@ -161,6 +161,15 @@ def build_from_corpora(
             "you preprocess them, or prepare the corpus with the setting shuffle",
             few(unshuffled),
         )
+    remote = [prefix for prefix, corpus in opened.items() if corpus.is_remote]
+    unchecked = [each for each in remote if not opened[each].has_checksums(options.samples.are_windows)]
+    if unchecked:
+        log.warning(
+            "%s: what is read from object storage has no checksums, so a bit that flips on the way changes a "
+            "token; list the shards again with %s --list",
+            few(unchecked),
+            command_name("merge-datasets"),
+        )
     _warn_of_overlap(sources, {split for split in SPLIT_NAMES if requested[split]})
     own: dict[str, Dataset | None] = dict.fromkeys(SPLIT_NAMES)
     named = []

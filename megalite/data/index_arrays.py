@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -11,6 +13,14 @@ from megalite.data._index_builder import check_sequences, is_ascending
 from megalite.data.storage import MappedBytes
 from megalite.utils.errors import UserError
 
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+"""Magic, version, dtype code, number of sequences, number of documents + 1; unaligned arrays follow."""
+
+DTYPE_CODES: dict[int, str] = {
+    1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64", 7: "float32", 8: "uint16",
+}  # fmt: skip
 BLOCK = 1 << 20
 """Number of sequences to check at a time, which bounds the memory of the checks."""
 
@@ -29,15 +39,22 @@ class Entries(Protocol):
 
 
 class FetchedArray:
-    """One-dimensional array in a file of object storage, of which only what is requested is fetched.
+    """One-dimensional array in a file, of which only what is requested is fetched.
 
     Args:
         values: the array in the file's mapping.
         offset: its first byte in the file.
+        check: called before values are read.
     """
 
-    def __init__(self, file: MappedBytes, values: npt.NDArray[Any], offset: int) -> None:
-        self._file, self._values, self._offset = file, values, offset
+    def __init__(
+        self,
+        file: MappedBytes,
+        values: npt.NDArray[Any],
+        offset: int,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._file, self._values, self._offset, self._check = file, values, offset, check
         self.dtype = values.dtype
 
     def __len__(self) -> int:
@@ -47,6 +64,8 @@ class FetchedArray:
         """Return one entry, or a view of consecutive ones."""
         part = index if isinstance(index, slice) else slice(index, index + 1)
         first, stop, _ = part.indices(len(self))
+        if first < stop:
+            self._check()
         begin, end = (self._offset + number * self.dtype.itemsize for number in (first, stop))
         self._file.fetch(begin, max(begin, end))
         return self._values[index]
@@ -64,6 +83,39 @@ class IndexArrays(NamedTuple):
     offsets: Entries  # [N], in bytes
     document_index: Entries  # [D + 1], first sequence of each document, then N
     file: MappedBytes
+
+
+class ListedIndex(NamedTuple):
+    """Index of a shard, as the list of shards has it.
+
+    Attributes:
+        check: checks the .idx; called whenever entries of it are read.
+    """
+
+    dtype: np.dtype[Any]
+    num_sequences: int
+    num_documents: int
+    check: Callable[[], None]
+
+
+def read_header(path: str, raw: npt.NDArray[np.uint8]) -> tuple[np.dtype[Any], int, int]:
+    """Return the dtype of the tokens, the number of sequences, and the number of documents + 1."""
+    head = raw[: HEADER.size].tobytes()
+    if head[: len(MAGIC)] != MAGIC:
+        raise UserError(f"{path} is not an indexed dataset: it does not begin with {MAGIC!r}")
+    if len(head) < HEADER.size:
+        raise UserError(f"{path} is truncated: it has {len(head)} bytes, and its header alone {HEADER.size}")
+    _, version, code, num_sequences, num_document_entries = HEADER.unpack(head)
+    if version != VERSION:
+        raise UserError(f"{path} has version {version}; only version {VERSION} can be read")
+    if code not in DTYPE_CODES:
+        raise UserError(
+            f"{path} has the unknown dtype code {code}; {min(DTYPE_CODES)} to {max(DTYPE_CODES)} are known"
+        )
+    dtype = np.dtype(DTYPE_CODES[code]).newbyteorder("<")
+    if dtype.kind == "f":
+        raise UserError(f"{path} holds {dtype.name} values (dtype code {code}); tokens must be integers")
+    return dtype, num_sequences, num_document_entries
 
 
 def check_index_sequences(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import struct
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -15,34 +14,25 @@ import numpy as np
 import numpy.typing as npt
 
 from megalite.data._index_builder import TokenSource
+from megalite.data.file_ranges import FileRange, fetch_ranges, read_ranges
 from megalite.data.index_arrays import (
     BLOCK,
+    DTYPE_CODES,
+    HEADER,
+    MAGIC,
+    VERSION,
     Entries,
     FetchedArray,
     IndexArrays,
+    ListedIndex,
     check_index_documents,
     check_index_sequences,
+    read_header,
 )
-from megalite.data.storage import (
-    CACHE_BYTES,
-    FileRange,
-    MappedBytes,
-    fetch_ranges,
-    open_bytes,
-    read_ranges,
-)
+from megalite.data.storage import CACHE_BYTES, MappedBytes, open_bytes
 from megalite.utils.errors import UserError
 from megalite.utils.files import new_file, open_new
 from megalite.utils.object_store import is_remote
-
-MAGIC = b"MMIDIDX\x00\x00"
-VERSION = 1
-HEADER = struct.Struct("<9sQBQQ")
-"""Magic, version, dtype code, number of sequences, number of documents + 1; unaligned arrays follow."""
-
-DTYPE_CODES: dict[int, str] = {
-    1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64", 7: "float32", 8: "uint16",
-}  # fmt: skip
 
 
 class IndexedDataset:
@@ -75,7 +65,11 @@ class IndexedDataset:
     is_shuffled = False
 
     def __init__(
-        self, prefix: str | os.PathLike[str], cache_bytes: int = CACHE_BYTES, checks_index: bool = True
+        self,
+        prefix: str | os.PathLike[str],
+        cache_bytes: int = CACHE_BYTES,
+        checks_index: bool = True,
+        listed: ListedIndex | None = None,
     ) -> None:
         """Open the files.
 
@@ -83,14 +77,17 @@ class IndexedDataset:
             cache_bytes: limit of the cache of files in object storage.
             checks_index: check the whole index; otherwise, only its sizes are checked, and in object storage
                 only the entries that are read are fetched.
+            listed: what a list of shards says of the index, which then is not read; only the sizes of both
+                files are checked.
         """
         self.prefix = os.fspath(prefix)
         self.shards = (self,)
         idx_path, bin_path = f"{self.prefix}.idx", f"{self.prefix}.bin"
         self._bin = _open(bin_path, cache_bytes)
-        index = _read_index(idx_path, cache_bytes, is_whole=checks_index)
-        check_index_sequences(idx_path, bin_path, index, len(self._bin.array), checks_index)
-        check_index_documents(idx_path, index, checks_index)
+        index = _read_index(idx_path, cache_bytes, checks_index, listed)
+        if listed is None:
+            check_index_sequences(idx_path, bin_path, index, len(self._bin.array), checks_index)
+            check_index_documents(idx_path, index, checks_index)
         self.dtype, self.sequence_lengths, self.sequence_offsets, self.document_index, self._idx = index
         self._num_tokens = len(self._bin.array) // self.dtype.itemsize
 
@@ -109,6 +106,10 @@ class IndexedDataset:
         for number in {number for number, _ in located}:
             self.shards[number].check_files()
         return [part.view(self.dtype) for part in parts]
+
+    def has_checksums(self, of_windows: bool) -> bool:
+        """Return whether windows, or else whole sequences, from a store are compared with checksums."""
+        return False
 
     def locate(self, sequence: int) -> tuple[int, FileRange]:
         """Return the number of the shard that holds a sequence, and the sequence's bytes in its .bin."""
@@ -135,13 +136,22 @@ class IndexedDataset:
         """Return the number of tokens in consecutive sequences."""
         return self.first_token(sequences.stop) - self.first_token(sequences.start) if sequences else 0
 
-    def token_source(self) -> TokenSource | None:
-        """Return a reader of many samples or spans at a time; None if a file is in object storage."""
+    def token_source(self, reads_index: bool = True) -> TokenSource | None:
+        """Return a reader of many samples or spans at a time; None if a file is in object storage.
+
+        Args:
+            reads_index: whether to read samples; spans alone need no index.
+        """
         if self.is_remote:
             return None
+        part = slice(None if reads_index else 0)
         return TokenSource(
             [
-                (shard.tokens, np.asarray(shard.sequence_offsets), np.asarray(shard.sequence_lengths))
+                (
+                    shard.tokens,
+                    np.asarray(shard.sequence_offsets[part]),
+                    np.asarray(shard.sequence_lengths[part]),
+                )
                 for shard in self.shards
             ]
         )
@@ -257,26 +267,6 @@ def _prefix_hint(path: str) -> str:
     return "; pass the prefix of a .bin and an .idx file"
 
 
-def _read_header(path: str, raw: npt.NDArray[np.uint8]) -> tuple[np.dtype[Any], int, int]:
-    """Return the dtype of the tokens, the number of sequences, and the number of documents + 1."""
-    head = raw[: HEADER.size].tobytes()
-    if head[: len(MAGIC)] != MAGIC:
-        raise UserError(f"{path} is not an indexed dataset: it does not begin with {MAGIC!r}")
-    if len(head) < HEADER.size:
-        raise UserError(f"{path} is truncated: it has {len(head)} bytes, and its header alone {HEADER.size}")
-    _, version, code, num_sequences, num_document_entries = HEADER.unpack(head)
-    if version != VERSION:
-        raise UserError(f"{path} has version {version}; only version {VERSION} can be read")
-    if code not in DTYPE_CODES:
-        raise UserError(
-            f"{path} has the unknown dtype code {code}; {min(DTYPE_CODES)} to {max(DTYPE_CODES)} are known"
-        )
-    dtype = np.dtype(DTYPE_CODES[code]).newbyteorder("<")
-    if dtype.kind == "f":
-        raise UserError(f"{path} holds {dtype.name} values (dtype code {code}); tokens must be integers")
-    return dtype, num_sequences, num_document_entries
-
-
 def sequence_lengths(prefix: str) -> npt.NDArray[np.int32] | None:
     """Return the lengths of a corpus's sequences in tokens, from its .idx alone; None if there is no .idx.
 
@@ -291,12 +281,20 @@ def sequence_lengths(prefix: str) -> npt.NDArray[np.int32] | None:
     return np.asarray(_read_index(path).lengths)
 
 
-def _read_index(path: str, cache_bytes: int = CACHE_BYTES, is_whole: bool = True) -> IndexArrays:
+def _read_index(
+    path: str, cache_bytes: int = CACHE_BYTES, is_whole: bool = True, listed: ListedIndex | None = None
+) -> IndexArrays:
     """Read an .idx; `is_whole` fetches all of it, and otherwise entries are fetched when they are read."""
     opened = _open(path, cache_bytes)
     raw = opened.array
-    opened.fetch(0, len(raw) if is_whole else min(len(raw), HEADER.size))
-    dtype, num_sequences, num_entries = _read_header(path, raw)
+    if not is_whole:
+        for mapped in opened.mapped:
+            mapped.read_randomly()
+    if listed is None:
+        opened.fetch(0, len(raw) if is_whole else min(len(raw), HEADER.size))
+        dtype, num_sequences, num_entries = read_header(path, raw)
+    else:
+        dtype, num_sequences, num_entries = listed.dtype, listed.num_sequences, listed.num_documents + 1
     expected = HEADER.size + 12 * num_sequences + 8 * num_entries
     with_modes = expected + num_sequences
     if len(raw) not in (expected, with_modes):
@@ -305,11 +303,12 @@ def _read_index(path: str, cache_bytes: int = CACHE_BYTES, is_whole: bool = True
             f"{path} {fault}: {num_sequences} sequences and {num_entries} document entries "
             f"take {expected} bytes, and the file has {len(raw)}; copy or preprocess it again"
         )
-    opened.fetch(expected, len(raw))
-    if raw[expected:].any():
-        raise UserError(
-            f"{path} is a multimodal dataset: some of its sequences are not text; pass a dataset of text"
-        )
+    if listed is None:
+        opened.fetch(expected, len(raw))
+        if raw[expected:].any():
+            raise UserError(
+                f"{path} is a multimodal dataset: some of its sequences are not text; pass a dataset of text"
+            )
     offsets_at = HEADER.size + 4 * num_sequences
     places = (
         ("<i4", num_sequences, HEADER.size),
@@ -317,9 +316,10 @@ def _read_index(path: str, cache_bytes: int = CACHE_BYTES, is_whole: bool = True
         ("<i8", num_entries, offsets_at + 8 * num_sequences),
     )
     arrays: list[Entries] = [np.frombuffer(raw, *place) for place in places]
-    if not is_whole and is_remote(path):
+    if listed is not None or (not is_whole and is_remote(path)):
+        check = () if listed is None else (listed.check,)
         arrays = [
-            FetchedArray(opened, np.asarray(array), at)
+            FetchedArray(opened, np.asarray(array), at, *check)
             for array, (_, _, at) in zip(arrays, places, strict=True)
         ]
     return IndexArrays(dtype, arrays[0], arrays[1], arrays[2], opened)

@@ -7,8 +7,9 @@ import os
 import numpy as np
 import numpy.typing as npt
 
+from megalite.data.file_ranges import FileRange, read_ranges
 from megalite.data.indexed_dataset import IndexedDataset
-from megalite.data.storage import FileRange, MappedBytes, open_bytes, read_ranges
+from megalite.data.storage import MappedBytes, open_bytes
 from megalite.utils.errors import UserError
 
 LOSS_MASK = "loss_mask"

@@ -1,8 +1,9 @@
 """Read a corpus in many shards as one dataset: PREFIX.shards.json lists the shards in order.
 
-A shard is an ordinary .bin and .idx. The list holds what identifies each shard, and PREFIX.shards.crc32 has
-a CRC-32 of the bytes of each sequence, little-endian uint32, in the order of the corpus. The samples of a run
-do not depend on how many shards the corpus has: they are those of the shards merged into one file.
+A shard is an ordinary .bin and .idx. The list holds what identifies each shard. PREFIX.shards.crc32 has for
+each shard the CRC-32 of the bytes of each sequence, and then of each piece of its .bin, little-endian uint32.
+The samples of a run do not depend on how many shards the corpus has: they are those of the shards merged into
+one file.
 """
 
 from __future__ import annotations
@@ -14,23 +15,26 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from megalite.data.index_arrays import Entries, FetchedArray
-from megalite.data.indexed_dataset import DTYPE_CODES, IndexedDataset, blocks_of, sequence_lengths
-from megalite.data.storage import CACHE_BYTES, FileRange, MappedBytes, exists, open_bytes, read_small
+from megalite.data.file_ranges import Check, FileRange
+from megalite.data.index_arrays import DTYPE_CODES, Entries, FetchedArray, ListedIndex
+from megalite.data.indexed_dataset import IndexedDataset, blocks_of, sequence_lengths
+from megalite.data.storage import CACHE_BYTES, MappedBytes, exists, open_bytes, read_small
 from megalite.utils.errors import UserError
 from megalite.utils.files import parse_json
 from megalite.utils.object_store import is_remote
 
 LIST_SUFFIX = ".shards.json"
 CHECKSUM_SUFFIX = ".shards.crc32"
-FORMAT = 1
-"""Version of the list; a newer one is refused."""
+FORMAT = 2
+"""Version of the list; a newer one is refused. Lists of version 1 have no checksums of pieces."""
+PIECE_BYTES = 16 << 10
+"""Bytes of a .bin with one checksum: a window is read with the rest of its first and last piece."""
 _CHECKED_BYTES = 32 << 20
 """Bytes to read at a time for checksums."""
 _NUM_OPENERS = 16
@@ -66,6 +70,7 @@ class ShardList:
         checksums_crc32: CRC-32 of PREFIX.shards.crc32.
         shards: the shards in order.
         shuffle_seed: seed of the order of the documents; None if this is that of the input, or not known.
+        piece_bytes: bytes of each piece of a .bin, but for the last one; None without checksums of pieces.
     """
 
     dtype: str
@@ -73,6 +78,7 @@ class ShardList:
     checksums_crc32: int
     shards: tuple[ShardEntry, ...]
     shuffle_seed: int | None = None
+    piece_bytes: int | None = PIECE_BYTES
 
 
 def list_path(prefix: str) -> str:
@@ -139,14 +145,16 @@ def read_list(prefix: str) -> ShardList:
     path = list_path(prefix)
     try:
         record = parse_json(read_small(path))
-        if record["format"] != FORMAT:
-            raise UserError(f"{path} has format {record['format']}; only format {FORMAT} can be read")
+        if not 1 <= record["format"] <= FORMAT:
+            raise UserError(f"{path} has format {record['format']}; only formats up to {FORMAT} can be read")
         shards = tuple(ShardEntry(**entry) for entry in record["shards"])
         sizes = [size for each in shards for size in (each.documents, each.sequences, each.tokens)]
         if not shards or record["dtype"] not in DTYPE_CODES.values() or min(sizes) < 0:
             raise ValueError("it lists no shards, or sizes that cannot be")
+        if (piece_bytes := record.get("piece_bytes")) is not None and piece_bytes < 1:
+            raise ValueError("its pieces have no bytes")
         whole = record["dtype"], record["tokenizer"], record["checksums_crc32"]
-        return ShardList(*whole, shards, record.get("shuffle_seed"))
+        return ShardList(*whole, shards, record.get("shuffle_seed"), piece_bytes)
     except FileNotFoundError:
         raise UserError(f"no such list of shards: {path}; write it with merge-datasets --list") from None
     except UserError:
@@ -205,8 +213,8 @@ class JoinedArray:
 
 
 def checksums_of(shard: IndexedDataset) -> tuple[npt.NDArray[np.uint32], str]:
-    """Return the CRC-32 of each sequence, and the SHA-256 of the .bin."""
-    checksums, digest = [], hashlib.sha256()
+    """Return the CRC-32 of each sequence and then of each piece, and the SHA-256 of the .bin."""
+    checksums, pieces, digest = list[int](), list[int](), hashlib.sha256()
     size = shard.dtype.itemsize
     for lengths, starts in zip(
         blocks_of(shard.sequence_lengths), blocks_of(shard.sequence_offsets), strict=True
@@ -217,12 +225,16 @@ def checksums_of(shard: IndexedDataset) -> tuple[npt.NDArray[np.uint32], str]:
             base = begins[0]
             data = shard.read_tokens(base // size, ends[count - 1] // size).view(np.uint8).data
             digest.update(data)
+            for begin in range(-(base % PIECE_BYTES), len(data), PIECE_BYTES):
+                if begin >= 0:
+                    pieces.append(0)
+                pieces[-1] = zlib.crc32(data[max(0, begin) : begin + PIECE_BYTES], pieces[-1])
             checksums += [
                 zlib.crc32(data[begin - base : end - base])
                 for begin, end in zip(begins[:count], ends[:count], strict=True)
             ]
             begins, ends = begins[count:], ends[count:]
-    return np.array(checksums, "<u4"), digest.hexdigest()
+    return np.array([*checksums, *pieces], "<u4"), digest.hexdigest()
 
 
 class ShardedDataset(IndexedDataset):
@@ -262,13 +274,23 @@ class ShardedDataset(IndexedDataset):
             self._first_sequences,
             [*(len(index) - 1 for index in documents), 1],
         )
-        self._checksums, self._checksum_file = _open_checksums(prefix, listed, len(self), checks_index)
+        self._piece_bytes = listed.piece_bytes
+        counts = [
+            len(shard) + (-(-size // self._piece_bytes) if self._piece_bytes else 0)
+            for shard, size in zip(self.shards, num_bytes, strict=True)
+        ]
+        self._first_checksums: list[int] = np.cumsum([0, *counts]).tolist()
+        count = self._first_checksums[-1]
+        self._checksums = _open_checksums(prefix, listed, count, cache_bytes, checks_index)
         self.release()
 
     @property
     def files(self) -> tuple[MappedBytes, ...]:
         """Return the files of all shards, and the checksums."""
-        return *(file for shard in self.shards for file in shard.files), self._checksum_file
+        return *(file for shard in self.shards for file in shard.files), self._checksums
+
+    def has_checksums(self, of_windows: bool) -> bool:
+        return not of_windows or self._piece_bytes is not None
 
     @property
     def is_mapped(self) -> bool:
@@ -280,24 +302,37 @@ class ShardedDataset(IndexedDataset):
 
     def locate(self, sequence: int) -> tuple[int, FileRange]:
         number = min(bisect_right(self._first_sequences, sequence), len(self.shards)) - 1
-        _, found = self.shards[number].locate(sequence - self._first_sequences[number])
-        return number, found._replace(crc32=int(self._checksums[sequence]))
+        local = sequence - self._first_sequences[number]
+        _, found = self.shards[number].locate(local)
+        if not self.shards[number].is_remote:
+            return number, found
+        at = 4 * (self._first_checksums[number] + local)
+        return number, found._replace(check=Check(found.begin, found.end, self._checksums, at))
 
     def ranges_of(self, first: int, end: int) -> list[FileRange]:
         ranges: list[FileRange] = []
         number = int(np.searchsorted(self._first_tokens, first, side="right")) - 1
         while number < len(self.shards) and (start := int(self._first_tokens[number])) < end:
             shard = self.shards[number]
-            ranges += shard.ranges_of(max(0, first - start), min(end - start, shard.num_tokens))
+            for found in shard.ranges_of(max(0, first - start), min(end - start, shard.num_tokens)):
+                check = None
+                if shard.is_remote and (size := self._piece_bytes):
+                    piece = found.begin // size
+                    at = 4 * (self._first_checksums[number] + len(shard) + piece)
+                    stop = min(-(-found.end // size) * size, len(found.file.array))
+                    check = Check(piece * size, stop, self._checksums, at, size)
+                ranges.append(found._replace(check=check))
             number += 1
         return ranges
 
     def first_altered(self) -> str | None:
         """Return which document differs from the checksums of the list, as text; None if all are equal."""
-        for shard, first in zip(self.shards, self._first_sequences, strict=False):
-            differs = checksums_of(shard)[0] != self._checksums[first : first + len(shard)]
+        checksums = FetchedArray(self._checksums, self._checksums.array.view("<u4"), 0)
+        for number, shard in enumerate(self.shards):
+            at = self._first_checksums[number]
+            differs = checksums_of(shard)[0][: len(shard)] != checksums[at : at + len(shard)]
             if differs.any():
-                document = self.document_of(first + int(differs.argmax()))
+                document = self.document_of(self._first_sequences[number] + int(differs.argmax()))
                 return (
                     f"{shard.prefix}.bin is not the file that {list_path(self.prefix)} lists: document "
                     f"{document} of the corpus differs; restore it, or list the shards again"
@@ -312,6 +347,28 @@ class ShardedDataset(IndexedDataset):
 
 def _open_shard(
     prefix: str, dtype: str, cache_bytes: int, checks_index: bool, entry: ShardEntry
+) -> IndexedDataset:
+    """Open a shard, and check that it is the one that was listed.
+
+    Without `checks_index`, only the sizes of its files are checked now, and its index once entries are read.
+    """
+    check_shard = partial(_check_shard, prefix, dtype, cache_bytes, entry)
+    if checks_index:
+        return check_shard(True)
+    name, stored = shard_prefix(prefix, entry.name), np.dtype(dtype).newbyteorder("<")
+    check = cache(lambda: check_shard(False).release())
+    listed = ListedIndex(stored, entry.sequences, entry.documents, check)
+    shard = IndexedDataset(name, cache_bytes, False, listed)
+    if (num_bytes := len(shard.files[0].array)) != entry.tokens * stored.itemsize:
+        raise UserError(
+            f"{name}.bin has {num_bytes} bytes, and {list_path(prefix)} lists {entry.tokens} tokens of "
+            f"{stored.itemsize} bytes: restore the shard, or list the shards again"
+        )
+    return shard
+
+
+def _check_shard(
+    prefix: str, dtype: str, cache_bytes: int, entry: ShardEntry, checks_index: bool
 ) -> IndexedDataset:
     """Open a shard, and check that it is the one that was listed, as far as its index and sizes tell."""
     path = list_path(prefix)
@@ -330,17 +387,18 @@ def _open_shard(
 
 
 def _open_checksums(
-    prefix: str, listed: ShardList, num_sequences: int, checks_index: bool
-) -> tuple[Entries, MappedBytes]:
+    prefix: str, listed: ShardList, count: int, cache_bytes: int, checks_index: bool
+) -> MappedBytes:
+    """Open PREFIX.shards.crc32, and check that it has this number of checksums, or also its own."""
     path = f"{prefix.removesuffix(LIST_SUFFIX)}{CHECKSUM_SUFFIX}"
     try:
-        file = open_bytes(path)
+        file = open_bytes(path, cache_bytes)
     except FileNotFoundError:
         raise UserError(f"{path} is missing: copy it, or list the shards again") from None
-    is_valid = len(file.array) == 4 * num_sequences
+    is_valid = len(file.array) == 4 * count
     if is_valid and checks_index:
         file.fetch(0, len(file.array))
         is_valid = file.crc32() == listed.checksums_crc32
     if not is_valid:
         raise UserError(f"{path} does not belong to {list_path(prefix)}: list the shards again")
-    return FetchedArray(file, file.array.view("<u4"), 0), file
+    return file

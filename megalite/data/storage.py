@@ -20,7 +20,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -42,8 +41,8 @@ _BYTES_IN_MEMORY = 256 << 20
 """Bytes that one call fetches before it writes them."""
 _REGION_BYTES = 4 << 20
 """Bytes to remove at a time of a file in use."""
+_DISK_BLOCK = 4096
 _RANGED = "-ranges"
-_MAX_ATTEMPTS = 5
 
 STATUS_AGE_MS = 20
 """Milliseconds for which a loader relies on a file's last known size and times."""
@@ -122,6 +121,13 @@ class MappedBytes:
     def fetch(self, begin: int, end: int) -> None:
         """Make bytes `begin` to `end` of the array valid; before this call they may be zeros."""
 
+    def copy(self, begin: int, end: int) -> npt.NDArray[np.uint8] | None:
+        """Return a copy of a range; None if a part of it is absent, or was removed meanwhile."""
+        return self.array[begin:end].copy()
+
+    def forget(self, begin: int, end: int) -> None:
+        """Mark a range as absent if it can be fetched again."""
+
     def check(self) -> None:
         """Check that everything read from the array so far is as the file was when it was opened.
 
@@ -148,55 +154,6 @@ _CHANGES = {
     FileChange.modified: "was written to or touched",
     FileChange.rewritten: "was written to, and its modification time set back,",
 }
-
-
-class FileRange(NamedTuple):
-    """Bytes from `begin` to `end` of a file, and their CRC-32 if it is known."""
-
-    file: MappedBytes
-    begin: int
-    end: int
-    crc32: int | None = None
-
-
-def read_ranges(ranges: Sequence[FileRange]) -> list[npt.NDArray[np.uint8]]:
-    """Return copies of ranges of files; what is missing of those in a store is fetched in one go.
-
-    Bytes from a store that do not have their checksum are fetched once again.
-
-    Raises:
-        UserError: see `CachedBytes.fetch`, or bytes are wrong again.
-    """
-    parts: dict[int, npt.NDArray[np.uint8]] = {}
-    damaged = set[int]()
-    for _ in range(_MAX_ATTEMPTS):  # another process may remove what was fetched
-        fetch_ranges([each for i, each in enumerate(ranges) if i not in parts])
-        for i, (file, begin, end, crc32) in enumerate(ranges):
-            if i in parts:
-                continue
-            if not isinstance(file, CachedBytes):
-                parts[i] = file.array[begin:end].copy()
-            elif (part := file.copy(begin, end)) is None:
-                continue
-            elif crc32 is None or zlib.crc32(part.data) == crc32:
-                parts[i] = part
-            elif i in damaged:
-                raise file.damaged(begin, end)
-            else:
-                damaged.add(i)
-                file.forget(begin, end)
-        if len(parts) == len(ranges):
-            return [parts[i] for i in range(len(ranges))]
-    raise UserError("the cache cannot hold the samples of one batch: raise --data-cache-bytes")
-
-
-def fetch_ranges(ranges: Sequence[FileRange]) -> None:
-    """Fetch what the cache lacks of ranges of files in a store, in one go; see `CachedBytes.fetch`."""
-    wanted: dict[CachedBytes, list[tuple[int, int]]] = {}
-    for file, begin, end, _ in ranges:
-        if isinstance(file, CachedBytes):
-            wanted.setdefault(file, []).append((begin, end))
-    fetch_missing(wanted)
 
 
 class FilesInUse:
@@ -231,9 +188,10 @@ class CachedBytes(MappedBytes):
     even if the process or the machine is killed. The files' name is a digest of the store, the URL and the
     store's version of the object: a changed object is read anew.
 
-    The files stay for the next run. While all of them take more than the limit, or more than half of the
-    available disk space (their own and free space), those that no process has open are removed, the least
-    recently used first, and then regions of a .bin that is in use, at random.
+    The files stay for the next run. Together they take at most the limit, and at most half of the available
+    disk space (their own and free space): before bytes are written, files that no process has open are
+    removed, the least recently used first, and then regions of a .bin that is in use, at random. Files in use
+    other than a .bin are not removed, and bytes that are written together are written even without space.
     """
 
     def __init__(self, url: str, folder: Path | None = None, limit: int = CACHE_BYTES) -> None:
@@ -257,7 +215,8 @@ class CachedBytes(MappedBytes):
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             check_owner(self._folder)
             self._in_use = open_shared(Path(f"{name}.marks"))
-            make_space(self._folder, limit)
+            with _space_for(self._folder, limit, 0):
+                pass
             self._bytes, marks = Path(f"{name}.bytes"), Path(f"{name}.marks")
             was_whole = _resize(self._bytes, num_bytes)
             _resize(marks, -(-num_bytes // GRANULE_BYTES))
@@ -273,7 +232,6 @@ class CachedBytes(MappedBytes):
             self._marks[:] = 0
         self.local_path = str(self._bytes)
         self._name = f"{url} (its copy {self._bytes})"
-        self._fetched = 0  # bytes since the size of the cache was last checked
 
     def fetch(self, begin: int, end: int) -> None:
         """Read the missing bytes of this range, and check that the object has not changed.
@@ -284,14 +242,12 @@ class CachedBytes(MappedBytes):
         fetch_missing({self: [(begin, end)]})
 
     def copy(self, begin: int, end: int) -> npt.NDArray[np.uint8] | None:
-        """Return a copy of a range; None if a part of it is absent, or was removed meanwhile."""
         marks = self._marks[begin // GRANULE_BYTES : -(-end // GRANULE_BYTES)]
         before = marks.copy()
         data = self.array[begin:end].copy()
         return data if begin == end or (before.all() and bool((marks == before).all())) else None
 
     def forget(self, begin: int, end: int) -> None:
-        """Mark a range as absent: what was read is damaged."""
         self._marks[begin // GRANULE_BYTES : -(-end // GRANULE_BYTES)] = 0
 
     def missing(self, ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
@@ -327,15 +283,11 @@ class CachedBytes(MappedBytes):
         if not self._is_unchanged():
             raise self._changed()
         try:
-            with _locked(self._folder, fcntl.LOCK_SH):
+            with _space_for(self._folder, self._limit, sum(_bytes_on_disk(*part) for part in parts)):
                 _write(self._bytes, parts)
                 for start, data in parts:
                     marks = self._marks[start // GRANULE_BYTES : -(-(start + len(data)) // GRANULE_BYTES)]
                     marks[:] = secrets.randbelow(255) + 1
-            self._fetched += sum(len(data) for _, data in parts)
-            if self._fetched > self._limit // 256:
-                self._fetched = 0
-                make_space(self._folder, self._limit)
         except OSError as error:
             raise self._cannot_cache(error) from None
 
@@ -382,39 +334,66 @@ def fetch_missing(wanted: Mapping[CachedBytes, Sequence[tuple[int, int]]]) -> No
 
 
 @contextmanager
-def _locked(folder: Path, kind: int) -> Iterator[None]:
-    """Hold the folder's lock: regions are removed only while no process writes."""
-    with open(folder / "lock", "ab", opener=no_follow) as file:
-        fcntl.flock(file, kind)
+def _space_for(folder: Path, limit: int, num_bytes: int) -> Iterator[None]:
+    """Hold the folder's lock while bytes are written for which there is space.
+
+    Processes write at the same time. All of them count in one file what they are about to write; no process
+    writes while one removes bytes and counts again.
+    """
+    with open(folder / "lock", "ab", opener=no_follow) as lock:
+        is_full = False
+        while True:
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            if _count(folder, limit, num_bytes, is_full):
+                break
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            is_full = not _make_space(folder, limit, num_bytes)
         yield
 
 
-def make_space(folder: Path, limit: int) -> None:
-    """Remove bytes while all files take more than the limit or half of the available disk space.
+def _count(folder: Path, limit: int, num_bytes: int, is_full: bool) -> bool:
+    """Add bytes to the count of the folder if there is space for them, or none can be made (`is_full`)."""
+    with open(folder / "size", "ab", opener=no_follow) as lock, open(folder / "size", "r+b") as file:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        count = file.read(8)
+        kept = int.from_bytes(count, "little")
+        fits = len(count) == 8 and kept + num_bytes <= _effective(folder, limit, kept)
+        if fits or is_full:
+            file.seek(0)
+            file.write((kept + num_bytes).to_bytes(8, "little"))
+            file.flush()
+        return fits or is_full
 
-    Args:
-        limit: in bytes.
-    """
+
+def _effective(folder: Path, limit: int, kept: int) -> int:
+    """Return the limit, or half of the available disk space if this is less."""
+    return min(limit, (kept + shutil.disk_usage(folder).free) // 2)
+
+
+def _make_space(folder: Path, limit: int, num_bytes: int) -> bool:
+    """Remove bytes until there is space for others, and count what is left; return whether there is space."""
     entries = []
     for marks in folder.glob("*.marks"):
         with suppress(FileNotFoundError):  # another process also removes it, or has not written yet
-            num_bytes = marks.with_suffix(".bytes").stat().st_blocks * 512
-            entries.append((marks.stat().st_mtime, marks, num_bytes))
-    kept = sum(num_bytes for _, _, num_bytes in entries)
-    limit = min(limit, (kept + shutil.disk_usage(folder).free) // 2)
+            size = marks.with_suffix(".bytes").stat().st_blocks * 512
+            entries.append((marks.stat().st_mtime, marks, size))
+    kept = sum(size for _, _, size in entries)
+    limit = _effective(folder, limit, kept) - num_bytes
     in_use = []
-    for _, marks, num_bytes in sorted(entries):
+    for _, marks, size in sorted(entries):
         if kept > limit and _remove_unused(marks):
-            kept -= num_bytes
+            kept -= size
         elif marks.stem.endswith(_RANGED):
             in_use.append(marks)
     if kept > limit and in_use and hasattr(mmap, "MADV_REMOVE"):
-        with _locked(folder, fcntl.LOCK_EX):
-            _remove_regions(in_use, kept - limit * 9 // 10)
+        # Some more, so that the next ones need not count again.
+        kept -= _remove_regions(in_use, kept - max(0, limit - limit // 10))
+    (folder / "size").write_bytes(kept.to_bytes(8, "little"))
+    return kept <= limit
 
 
-def _remove_regions(in_use: Sequence[Path], excess: int) -> None:
-    """Remove random regions of files in use until `excess` bytes are free.
+def _remove_regions(in_use: Sequence[Path], excess: int) -> int:
+    """Remove random regions of files in use until `excess` bytes are free; return how many are.
 
     A region is marked as absent first: a reader that copies it meanwhile finds the mark changed.
     """
@@ -425,9 +404,10 @@ def _remove_regions(in_use: Sequence[Path], excess: int) -> None:
             for start in range(0, marks.with_suffix(".bytes").stat().st_size, _REGION_BYTES)
         ]
     )
+    removed = 0
     for marks, start in regions:
-        if excess <= 0:
-            return
+        if removed >= excess:
+            break
         path = marks.with_suffix(".bytes")
         before, size = path.stat().st_blocks, path.stat().st_size
         stop = min(start + _REGION_BYTES, size)
@@ -438,7 +418,8 @@ def _remove_regions(in_use: Sequence[Path], excess: int) -> None:
             file.flush()
             with mmap.mmap(data.fileno(), stop - start, offset=start) as region:
                 region.madvise(mmap.MADV_REMOVE)
-        excess -= (before - path.stat().st_blocks) * 512
+        removed += (before - path.stat().st_blocks) * 512
+    return removed
 
 
 def _remove_unused(marks: Path) -> bool:
@@ -458,6 +439,11 @@ def _resize(path: Path, num_bytes: int) -> bool:
         if not had_size:
             stream.truncate(num_bytes)
     return had_size
+
+
+def _bytes_on_disk(start: int, data: bytes) -> int:
+    """Return how many bytes of disk a part may take: whole blocks of the file system."""
+    return (-(-(start + len(data)) // _DISK_BLOCK) - start // _DISK_BLOCK) * _DISK_BLOCK
 
 
 def _write(path: Path, parts: Sequence[tuple[int, bytes]]) -> None:

@@ -110,7 +110,7 @@ class WindowDataset:
         self._shuffle_block = shuffle_block
         self._fetches_blocks = shuffle_block > 1 and indexed.is_remote
         self._key = (seed, self._first_token, num_tokens, len(sequences))
-        self._tokens = indexed.token_source()
+        self._tokens = indexed.token_source(reads_index=False)
         self._files = FilesInUse(indexed.files)
 
     def __len__(self) -> int:

@@ -7,13 +7,10 @@ one is removed itself. So the result needs no connected components, and later in
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import re
 import secrets
-import zlib
-from array import array
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
@@ -22,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megalite.data._index_builder import permute
-from megalite.data.indexed_dataset import IndexedWriter, replace_dataset, token_dtype
+from megalite.data.indexed_dataset import IndexedDataset, IndexedWriter, replace_dataset, token_dtype
 from megalite.data.prepare.exchange import ExchangeWriter, read_blocks_for, read_records_for
 from megalite.data.prepare.fingerprints import band_keys, exact_keys
 from megalite.data.prepare.plan import CorpusPlan
@@ -31,6 +28,7 @@ from megalite.data.prepare.steps import Document, Filter, MinHashStep
 from megalite.data.preprocessing.documents import DocumentRecord, RecordError, parse_records
 from megalite.data.preprocessing.encoder import batches
 from megalite.data.preprocessing.input_plan import InputPiece
+from megalite.data.sharded_dataset import checksums_of
 from megalite.data.tokenizers import IdArray
 from megalite.data.tokenizers.tokenizer import NullTokenizer, Tokenizer, special_ids
 from megalite.data.window_dataset import round_keys
@@ -391,7 +389,6 @@ class PassWorker:
         starts, order = np.cumsum(lengths) - lengths, np.argsort(documents["position"])
         unsorted = plan.path("shard", number, f"{secrets.token_hex(4)}.tokens")
         prefix = plan.path("shard", number, secrets.token_hex(4))
-        digest, checksums = hashlib.sha256(), array("I")
         try:
             with new_file(unsorted) as stream:
                 for piece in range(size):
@@ -403,21 +400,16 @@ class PassWorker:
                 chunk_of_each = np.cumsum(lengths[order]) // _CHUNK_TOKENS
                 for chunk in np.split(order, np.flatnonzero(np.diff(chunk_of_each)) + 1):
                     parts = [tokens[starts[i] : starts[i] + lengths[i]] for i in chunk.tolist()]
-                    checksums.extend([zlib.crc32(part.tobytes()) for part in parts])
-                    joined = np.concatenate([tokens[:0], *parts])
-                    digest.update(joined.tobytes())
-                    writer.add_documents(joined, lengths[chunk])
+                    writer.add_documents(np.concatenate([tokens[:0], *parts]), lengths[chunk])
         finally:
             unsorted.unlink(missing_ok=True)
-        for kind, values in (
-            ("sources", documents["source"][order]),
-            ("crc32", np.asarray(checksums, "<u4")),
-        ):
+        checksums, sha256 = checksums_of(IndexedDataset(prefix))
+        for kind, values in (("sources", documents["source"][order]), ("crc32", checksums)):
             with replace_file(plan.path("shard", number, kind)) as stream:
                 stream.write(values.tobytes())
         final = plan.path("shard", number, "bin").with_suffix("")
         replace_dataset(str(final), {kind: f"{prefix}.{kind}" for kind in ("bin", "idx")})
-        return {"kept": len(order), "tokens": int(lengths.sum()), "sha256": digest.hexdigest()}
+        return {"kept": len(order), "tokens": int(lengths.sum()), "sha256": sha256}
 
 
 def _select(documents: Documents, is_selected: npt.NDArray[np.bool_]) -> list[Document]:

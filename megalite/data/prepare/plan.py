@@ -23,7 +23,7 @@ PASSES = ("sign", "match", "tokenize", "shard", "finish")
 """The passes in order: hash, find duplicates, tokenize what is kept, shuffle, and write list and report."""
 SUBMITTED_OPTIONS = ("array", "dependency", "job-name", "kill-on-invalid-dep", "output", "wrap")
 """The options of sbatch that megalite sets."""
-_FILES_VERSION = 1
+_FILES_VERSION = 2
 """Version of the files between passes: one that another version wrote is not read."""
 _RANGE_BYTES = 32 << 20
 _MAX_RANGES = 4096

@@ -14,7 +14,8 @@ import pytest
 from megalite.data import _index_builder
 from megalite.data.blend import normalized
 from megalite.data.gpt_dataset import GPTDataset, gpt_index, plan_epochs
-from megalite.data.indexed_dataset import HEADER, MAGIC, VERSION, IndexedDataset, IndexedWriter
+from megalite.data.index_arrays import HEADER, MAGIC, VERSION
+from megalite.data.indexed_dataset import IndexedDataset, IndexedWriter
 from tests.corpora import build_datasets, split_ranges
 
 pytest.importorskip("megatron.core.datasets.helpers_cpp", reason="megatron-core is not installed")

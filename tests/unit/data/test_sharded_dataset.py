@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from megalite.cli import datasets
+from megalite.data import sharded_dataset
 from megalite.data.corpus_record import CorpusIdentity
 from megalite.data.dataset_merge import list_shards, merge_datasets
 from megalite.data.indexed_dataset import IndexedDataset, IndexedWriter
@@ -99,6 +101,25 @@ def test_the_number_of_shards_changes_nothing(
         assert Path(f"{whole}{ending}").read_bytes() == (tmp_path / f"merged{ending}").read_bytes()
 
 
+def test_checksums_are_those_of_sequences_and_of_16_kib_of_each_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where pieces and sequences are read in several blocks."""
+    monkeypatch.setattr(sharded_dataset, "_CHECKED_BYTES", 10_000)
+    content = documents(2000)
+    shards = shards_of(tmp_path / "in", content, 2)
+    list_shards(shards, str(tmp_path / "corpus"))
+    parts = []
+    for shard, half in zip(shards, (content[:1000], content[1000:]), strict=True):
+        parts += [np.array(tokens, "<u2").tobytes() for document in half for tokens in document]
+        data = Path(f"{shard}.bin").read_bytes()
+        assert len(data) > 3 * 16384
+        parts += [data[i : i + 16384] for i in range(0, len(data), 16384)]
+    assert np.fromfile(tmp_path / "corpus.shards.crc32", "<u4").tolist() == [
+        zlib.crc32(part) for part in parts
+    ]
+
+
 def test_entries_of_several_parts_are_those_of_one_array() -> None:
     parts = [np.arange(n, dtype=np.int64) for n in (3, 0, 1, 5)]
     shifts = [0, 9, 10, 20]
@@ -163,6 +184,33 @@ def test_another_shard_is_named(tmp_path: Path, listed: Callable[[int], str]) ->
         datasets.inspect_dataset([prefix])
 
 
+def test_windows_check_a_shard_when_its_index_is_read(tmp_path: Path, listed: Callable[[int], str]) -> None:
+    """But the sizes of its files at the start: the list has them."""
+    prefix = listed(3)
+    path = tmp_path / "in3" / "c-00001-of-00003_text_document.idx"
+    original, numbers = path.read_bytes(), np.arange(9)
+    whole = open_dataset(prefix)
+    expected = WindowDataset(whole, range(len(whole)), None, 64, 7).gather(numbers)
+    path.write_bytes(original[:17] + b"\x03" + original[18:])  # int16
+    corpus = open_dataset(prefix, checks_index=False)
+    windows = WindowDataset(corpus, range(len(corpus)), None, 64, 7)
+    assert np.array_equal(windows.gather(numbers), expected)
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"c-00001.* \(int16\), and .*corpus\.shards\.json lists"):
+            corpus.first_token(len(corpus.shards[0]))
+    for file, match in (
+        (path, r"c-00001-of-00003_text_document\.idx is truncated"),
+        (
+            path.with_suffix(".bin"),
+            r"document\.bin has \d+ bytes, and .*corpus\.shards\.json lists \d+ tokens",
+        ),
+    ):
+        os.truncate(file, file.stat().st_size - 1)
+        with pytest.raises(UserError, match=match):
+            open_dataset(prefix, checks_index=False)
+        path.write_bytes(original)
+
+
 def test_shards_that_do_not_belong_together_are_not_listed(tmp_path: Path) -> None:
     parts = shards_of(tmp_path / "in", documents(9), 3)
     out = str(tmp_path / "in" / "corpus")
@@ -187,7 +235,8 @@ def test_shards_that_do_not_belong_together_are_not_listed(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"format": 2}, "has format 2; only format 1 can be read"),
+        ({"format": 3}, "has format 3; only formats up to 2 can be read"),
+        ({"piece_bytes": 0}, "its pieces have no bytes"),
         ({"dtype": "text"}, "write it again with merge-datasets --list"),
         ({"shards": []}, "lists no shards"),
         ({"checksums_crc32": 1}, r"corpus\.shards\.crc32 does not belong to .*corpus\.shards\.json"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from megalite.config import Config, DataConfig
-from megalite.data import storage
+from megalite.data import file_ranges
 from megalite.data.corpus_sources import sources_of_one_blend
 from megalite.data.dataset_merge import list_shards
 from megalite.data.indexed_dataset import IndexedDataset
@@ -78,11 +79,11 @@ def test_windows_of_a_batch_are_fetched_together(
     here, there = (
         WindowDataset(open_dataset(path), range(400), None, 128, 1) for path in (prefix, "s3://b/corpus")
     )
-    calls, fetch = [], storage.fetch_missing
-    monkeypatch.setattr(storage, "fetch_missing", lambda wanted: (calls.append(wanted), fetch(wanted)))
+    calls, fetch = [], file_ranges.fetch_missing
+    monkeypatch.setattr(file_ranges, "fetch_missing", lambda wanted: (calls.append(wanted), fetch(wanted)))
     numbers = np.arange(len(here))  # one of them is in both shards
     assert np.array_equal(there.gather(numbers), here.gather(numbers))
-    assert [len(call) for call in calls if call] == [2]
+    assert [len(call) for call in calls if call] == [3], "two shards and their checksums"
 
 
 @pytest.mark.parametrize("first", [0, 150])  # of the split: its blocks begin anywhere in the file
@@ -124,12 +125,60 @@ def test_a_flipped_bit_is_fetched_again_and_then_named(
     here = open_dataset(listed(write_dataset, tmp_path))
     upload(server, tmp_path)
     there = open_dataset("s3://b/corpus")
-    server.flips = 1
+    server.flips, server.flips_in = 1, ".bin"
     assert there[0].tolist() == here[0].tolist()
     server.flips = 2
     with pytest.raises(UserError, match=r"s3://b/c1\.bin, bytes 0 to 2000: the store sent other bytes"):
         there[200]
     assert there[200].tolist() == here[200].tolist(), "the damaged bytes are not in the cache"
+
+
+def test_a_flipped_bit_in_a_window_is_fetched_again_and_then_named(
+    server: ObjectServer, write_dataset: WriteDataset, tmp_path: Path
+) -> None:
+    """Wherever it is in the pieces that are fetched with a window, or in their checksums."""
+    prefix = listed(write_dataset, tmp_path)
+    upload(server, tmp_path)
+    here, there = (
+        WindowDataset(open_dataset(path, checks_index=False), range(400), None, 5000, 1)
+        for path in (prefix, "s3://b/corpus")
+    )
+    order = here.windows(np.arange(len(here))).tolist()
+    server.flips, server.flips_in = 1, "crc32"  # its first byte is of document 0
+    assert np.array_equal(there.indexed[0], here.indexed[0])
+    server.requests.clear()
+    server.flips, server.flips_in = 1, "c0.bin"
+    sample = order.index(1)  # bytes 20,000 to 40,004: pieces 1 and 2
+    assert np.array_equal(there[sample], here[sample])
+    fetched = [(each.begin, each.end) for each in server.requests if each.name == "b/c0.bin"]
+    assert fetched == [(16384, 3 * 16384), (16384, 2 * 16384)]
+    server.flips, server.flips_in = 2, "c1.bin"
+    sample = order.index(21)
+    with pytest.raises(UserError, match=r"s3://b/c1\.bin, bytes 16384 to 32768: the store sent other bytes"):
+        there[sample]
+    assert np.array_equal(there[sample], here[sample]), "the damaged bytes are not in the cache"
+
+
+def test_a_list_without_checksums_of_pieces_is_read_with_a_notice(
+    server: ObjectServer, write_dataset: WriteDataset, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    prefix = listed(write_dataset, tmp_path)
+    path, sums = Path(f"{prefix}.shards.json"), Path(f"{prefix}.shards.crc32")
+    record, values = json.loads(path.read_text()), np.fromfile(sums, "<u4")
+    per_shard = 200 + -(-400_000 // record.pop("piece_bytes"))
+    old = np.concatenate([values[:200], values[per_shard : per_shard + 200]]).tobytes()
+    sums.write_bytes(old)
+    path.write_text(json.dumps(record | {"format": 1, "checksums_crc32": zlib.crc32(old)}))
+    upload(server, tmp_path)
+    corpus = open_dataset("s3://b/corpus")
+    assert (corpus.has_checksums(of_windows=True), corpus.has_checksums(of_windows=False)) == (False, True)
+    assert np.array_equal(
+        corpus.read_tokens(99_990, 100_010), open_dataset(prefix).read_tokens(99_990, 100_010)
+    )
+    build_datasets(["s3://b/corpus"], "1,0,0", 128, (50, 0, 0), 1)
+    assert "has no checksums" not in caplog.text
+    build_datasets(["s3://b/c0"], "1,0,0", 128, (50, 0, 0), 1)
+    assert "s3://b/c0: what is read from object storage has no checksums" in caplog.text
 
 
 def test_a_store_that_is_busy_or_breaks_off_is_asked_again(
