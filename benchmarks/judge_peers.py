@@ -17,8 +17,8 @@ import torch
 
 from megalite.cli.judge import judge_config
 from megalite.distributed.local_ranks import LocalRanks, RankError
-from megalite.judge.judge import Judge
-from megalite.judge.rank_record import Task, import_adapter
+from megalite.observe.judge.judge import Judge
+from megalite.observe.judge.rank_record import Task, import_adapter
 from megalite.observe.verify.layouts import Layout
 from megalite.utils.errors import UserError, first_line
 from megalite.utils.log import configure_logging

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite.config import Config
-from megalite.judge.program import Piece, Program
+from megalite.observe.judge.program import Piece, Program
 from megalite.observe.verify.layouts import Layout
 from megalite.utils.errors import UserError
 

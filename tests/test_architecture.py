@@ -20,7 +20,7 @@ LEVELS = (
     ("observe",),
     ("train", "plan"),
     ("generate", "observe.report", "observe.verify", "plan.dry_run"),
-    ("plan.ladder", "judge"),
+    ("plan.ladder", "observe.judge"),
     ("cli",),
     ("__main__",),
     ("experiments",),

@@ -28,8 +28,8 @@ from megalite.config.fields import with_fields
 from megalite.distributed.local_ranks import LocalRanks
 from megalite.frontends.command_line import NEEDED_TO_TRAIN, parse_run
 from megalite.frontends.tool_parser import ToolParser, positive_int
-from megalite.judge.judge import Judge, Verdict
-from megalite.judge.rank_record import Task, adapter_names, import_adapter
+from megalite.observe.judge.judge import Judge, Verdict
+from megalite.observe.judge.rank_record import Task, adapter_names, import_adapter
 from megalite.observe.verify.layouts import Layout
 from megalite.utils.errors import UserError
 from megalite.utils.log import configure_logging, log

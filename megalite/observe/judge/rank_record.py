@@ -18,9 +18,9 @@ from torch import Tensor
 
 from megalite.config import Config
 from megalite.distributed.topology import Topology
-from megalite.judge.precision import widened
-from megalite.judge.program import Piece, Program
-from megalite.judge.trace import Observation, Tracer
+from megalite.observe.judge.precision import widened
+from megalite.observe.judge.program import Piece, Program
+from megalite.observe.judge.trace import Observation, Tracer
 from megalite.observe.verify.layouts import Layout
 from megalite.utils.errors import UserError, first_line
 
@@ -31,7 +31,7 @@ class Task(NamedTuple):
     """What the ranks of a layout do.
 
     Attributes:
-        adapter: name of a module of `megalite.judge.adapters`, or the path of a script.
+        adapter: name of a module of `megalite.observe.judge.adapters`, or the path of a script.
         options: values of --set by name.
         samples: tokens of the iterations, ``[iterations, global batch, sequence + 1]``.
         start: full tensors of the weights to start from; None for those that the program draws.
@@ -93,10 +93,10 @@ def import_adapter(name: str) -> ModuleType:
         spec.loader.exec_module(module)
         if not hasattr(module, "build"):
             raise UserError(
-                f"{name} defines no build(layout, config, options): see megalite/judge/program.py"
+                f"{name} defines no build(layout, config, options): see megalite/observe/judge/program.py"
             )
         return module
-    module_name = f"megalite.judge.adapters.{name.replace('-', '_')}"
+    module_name = f"megalite.observe.judge.adapters.{name.replace('-', '_')}"
     try:
         return import_module(module_name)
     except ModuleNotFoundError as error:

@@ -31,9 +31,15 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.trainer_pt_utils import nested_gather
 
 from megalite.config import Config
-from megalite.judge.dtensors import piece_of
-from megalite.judge.hf_models import check_optimizer, from_megalite, hf_class, hf_config, saved_tensors
-from megalite.judge.program import Piece, Program
+from megalite.observe.judge.dtensors import piece_of
+from megalite.observe.judge.hf_models import (
+    check_optimizer,
+    from_megalite,
+    hf_class,
+    hf_config,
+    saved_tensors,
+)
+from megalite.observe.judge.program import Piece, Program
 from megalite.observe.verify.layouts import Layout
 from megalite.utils.errors import UserError
 

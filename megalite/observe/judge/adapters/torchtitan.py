@@ -39,9 +39,9 @@ from torchtitan.train import Trainer
 
 from megalite.config import Config
 from megalite.frontends.huggingface.families import family_of, to_hf
-from megalite.judge.cpu_attention import flash_attention
-from megalite.judge.dtensors import piece_of
-from megalite.judge.program import Piece, Program
+from megalite.observe.judge.cpu_attention import flash_attention
+from megalite.observe.judge.dtensors import piece_of
+from megalite.observe.judge.program import Piece, Program
 from megalite.observe.verify.layouts import Layout
 from megalite.utils.errors import UserError
 from megalite.utils.torch_private import disable_context_parallelism

@@ -11,8 +11,8 @@ from megalite.config import Config
 from megalite.config.fields import with_fields
 from megalite.config.presets import PRESETS
 from megalite.distributed.local_ranks import LocalRanks
-from megalite.judge.judge import Judge, Verdict
-from megalite.judge.rank_record import Task, import_adapter
+from megalite.observe.judge.judge import Judge, Verdict
+from megalite.observe.judge.rank_record import Task, import_adapter
 from megalite.observe.verify.layouts import Layout
 
 pytestmark = pytest.mark.slow

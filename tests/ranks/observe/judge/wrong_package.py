@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megalite.judge.rank_record import import_adapter
+from megalite.observe.judge.rank_record import import_adapter
 
 
 def partial_norms() -> str:

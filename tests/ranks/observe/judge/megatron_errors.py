@@ -1,4 +1,4 @@
-"""Megatron-core with an injected error: ``megalite judge tests/judge/megatron_errors.py --set error=NAME``.
+"""Megatron-core with an injected error, for ``megalite judge PATH-OF-THIS-FILE --set error=NAME``.
 
 Each error replaces one function of the package for the ranks that build this program. On one rank it changes
 nothing, as errors of parallel code do.
@@ -22,7 +22,7 @@ from megatron.core.tensor_parallel.cross_entropy import VocabParallelCrossEntrop
 from megatron.core.transformer import mlp
 from megatron.core.transformer.moe import moe_utils, router
 
-from megalite.judge.adapters import megatron_core
+from megalite.observe.judge.adapters import megatron_core
 
 from_megalite = megatron_core.from_megalite
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite.judge.locate import first_difference
-from megalite.judge.trace import Observation
+from megalite.observe.judge.locate import first_difference
+from megalite.observe.judge.trace import Observation
 
 SIZES = {"tp": 2, "dp": 4}
 FULL = torch.randn(6, 2, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

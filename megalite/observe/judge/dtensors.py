@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from megalite.judge.program import Piece, positions_in
+from megalite.observe.judge.program import Piece, positions_in
 
 
 def piece_of(tensor: Tensor) -> Piece:

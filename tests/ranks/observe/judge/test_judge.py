@@ -12,13 +12,13 @@ from megalite.config import Config
 from megalite.config.fields import with_fields
 from megalite.config.presets import PRESETS
 from megalite.distributed.local_ranks import LocalRanks
-from megalite.judge.judge import Judge, Verdict
-from megalite.judge.rank_record import Task, import_adapter
+from megalite.observe.judge.judge import Judge, Verdict
+from megalite.observe.judge.rank_record import Task, import_adapter
 from megalite.observe.verify.layouts import Layout
 from megalite.utils.errors import UserError
 
 WRONG = str(Path(__file__).with_name("wrong_program.py"))
-EXAMPLE = str(Path(__file__).parents[3] / "examples/judged_program.py")
+EXAMPLE = str(Path(__file__).parents[4] / "examples/judged_program.py")
 CONFIG = with_fields(
     Config(model=PRESETS["gpt-tiny"]),
     **{"vocab_size": 32, "hidden_size": 8, "global_batch_size": 4, "micro_batch_size": 1},

@@ -2,7 +2,7 @@
 
 from torchtitan.models.llama3.infra import parallelize
 
-from megalite.judge.adapters import torchtitan
+from megalite.observe.judge.adapters import torchtitan
 
 parallelize.disable_fsdp_gradient_division = lambda model: None
 build, from_megalite = torchtitan.build, torchtitan.from_megalite

@@ -1,4 +1,4 @@
-"""The adapter of megatron-core: a right layout agrees, and an error of Megatron's own is found without a hint."""
+"""The adapter of megatron-core: a right layout agrees, and an error of Megatron's own is found."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ def test_right_layouts_agree_and_resume_each_other(caplog: pytest.LogCaptureFixt
 
 
 @pytest.mark.slow
-def test_logits_that_are_gathered_before_a_loss_over_vocabulary_parts(caplog: pytest.LogCaptureFixture) -> None:
+def test_gathered_logits_before_a_loss_over_vocabulary_parts(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     log = _judged("--layouts", "tp2", "--quick", "--set", "parallel_output=False", caplog=caplog)
     assert "NOT the same run: tp2" in log
     assert "the loss of iteration 1" in log

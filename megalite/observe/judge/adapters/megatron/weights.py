@@ -12,7 +12,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megalite.config import Config
-from megalite.judge.program import Piece, positions_in
+from megalite.observe.judge.program import Piece, positions_in
 from megalite.utils.errors import UserError
 
 _CUTS = {

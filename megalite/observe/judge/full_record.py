@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megalite.judge.program import Piece
-from megalite.judge.rank_record import RankRecord
-from megalite.judge.trace import Observation
+from megalite.observe.judge.program import Piece
+from megalite.observe.judge.rank_record import RankRecord
+from megalite.observe.judge.trace import Observation
 from megalite.utils.errors import UserError
 
 

@@ -14,11 +14,11 @@ from torch import Tensor
 from megalite.config.fields import with_fields
 from megalite.distributed.axes import MeshOptions
 from megalite.distributed.local_ranks import LocalRanks, RankError
-from megalite.judge.compare import GRADIENT, WEIGHT, Deviations, ReferenceCheck, largest, lines
-from megalite.judge.full_record import FullRecord, FullTensor, join
-from megalite.judge.locate import first_difference
-from megalite.judge.ours import record_ours
-from megalite.judge.rank_record import Task, record_rank
+from megalite.observe.judge.compare import GRADIENT, WEIGHT, Deviations, ReferenceCheck, largest, lines
+from megalite.observe.judge.full_record import FullRecord, FullTensor, join
+from megalite.observe.judge.locate import first_difference
+from megalite.observe.judge.ours import record_ours
+from megalite.observe.judge.rank_record import Task, record_rank
 from megalite.observe.verify.layouts import Layout
 from megalite.utils.errors import UserError, few, first_line
 from megalite.utils.log import ProgressLine, log

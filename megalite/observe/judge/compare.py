@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from megalite.judge.factors import factor_of, named_factor
-from megalite.judge.full_record import FullRecord, FullTensor
+from megalite.observe.judge.factors import factor_of, named_factor
+from megalite.observe.judge.full_record import FullRecord, FullTensor
 from megalite.observe.verify.compare_runs import ROUNDING, SMALLEST, magnitude
 from megalite.utils.errors import few
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megalite.judge.full_record import joined
-from megalite.judge.program import Piece, part_of
+from megalite.observe.judge.full_record import joined
+from megalite.observe.judge.program import Piece, part_of
 from megalite.utils.errors import UserError
 
 FULL = torch.arange(24.0).view(8, 3)

@@ -33,8 +33,14 @@ from deepspeed.utils import groups, safe_get_full_grad
 from torch import Tensor, nn
 
 from megalite.config import Config
-from megalite.judge.hf_models import check_optimizer, from_megalite, hf_class, hf_config, saved_tensors
-from megalite.judge.program import Piece, Program
+from megalite.observe.judge.hf_models import (
+    check_optimizer,
+    from_megalite,
+    hf_class,
+    hf_config,
+    saved_tensors,
+)
+from megalite.observe.judge.program import Piece, Program
 from megalite.observe.verify.layouts import Layout
 from megalite.utils.errors import UserError
 

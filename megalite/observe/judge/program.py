@@ -132,7 +132,7 @@ class Program:
 
 
 class Adapter(Protocol):
-    """Module that defines a program: one of `megalite.judge.adapters`, or a user's script.
+    """Module that defines a program: one of `megalite.observe.judge.adapters`, or a user's script.
 
     A script needs `build` alone. An adapter of a package also has ``PACKAGE``, its name for pip;
     ``VERSIONS``, those that were tried; and ``LAYOUTS``, the names of the layouts that are judged if none

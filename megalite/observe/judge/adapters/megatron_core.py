@@ -40,18 +40,18 @@ with warnings.catch_warnings():
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megalite.judge.adapters.megatron.on_cpu import on_cpu
-    from megalite.judge.adapters.megatron.settings import (
+    from megalite.observe.judge.adapters.megatron.on_cpu import on_cpu
+    from megalite.observe.judge.adapters.megatron.settings import (
         filled,
         layout_values,
         model_values,
         optimizer_values,
     )
-    from megalite.judge.adapters.megatron.weights import from_megalite, piece_of, whole_name
+    from megalite.observe.judge.adapters.megatron.weights import from_megalite, piece_of, whole_name
 
 from megalite.config import Config
 from megalite.config.model.model_config import padded_vocab_size
-from megalite.judge.program import Piece, Program, positions_in
+from megalite.observe.judge.program import Piece, Program, positions_in
 from megalite.observe.verify.layouts import Layout
 from megalite.utils.errors import UserError
 

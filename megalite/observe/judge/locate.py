@@ -17,8 +17,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from megalite.judge.factors import named_factor
-from megalite.judge.trace import Observation
+from megalite.observe.judge.factors import named_factor
+from megalite.observe.judge.trace import Observation
 
 _AGREES = 1e-8
 """Largest difference of equal rows, relative to the largest magnitude of the tensor."""

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megalite.judge.rank_record import import_adapter
+from megalite.observe.judge.rank_record import import_adapter
 
-EXAMPLE = import_adapter(str(Path(__file__).parents[3] / "examples/judged_program.py"))
+EXAMPLE = import_adapter(str(Path(__file__).parents[4] / "examples/judged_program.py"))
 
 
 def without_sum(program: Any) -> None:
