@@ -26,6 +26,7 @@ CONFIG = with_fields(
         "micro_batch_size": 2,
         "mock_data": True,
         "lr_decay_style": "constant",
+        "train_iters": 2,
     },
 )
 
