@@ -17,7 +17,7 @@ import torch
 
 from megalite.cli.judge import judge_config
 from megalite.distributed.local_ranks import LocalRanks, RankError
-from megalite.observe.judge.judge import Judge
+from megalite.observe.judge.judge import ProgramJudge
 from megalite.observe.judge.rank_record import Task, import_adapter
 from megalite.observe.verify.layouts import Layout
 from megalite.utils.errors import UserError, first_line
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             samples = torch.zeros(2, 8, config.model.seq_length + 1, dtype=torch.int64)
             task = Task(own.program, Layout(), config, {}, samples)
             try:
-                verdict = Judge(module, task, ranks, None).run([Layout.parse(name) for name in names])
+                verdict = ProgramJudge(module, task, ranks, None).run([Layout.parse(name) for name in names])
             except (UserError, RankError) as error:
                 counts["no reference"] += 1
                 print(f"  no reference: {first_line(error)}", flush=True)

@@ -1,7 +1,7 @@
 """Judge another program: whether it trains the same run in any layout.
 
 megalite judge megatron-core --layouts tp2,tp2+sp,dp2+zero1,tp2pp2dp2
-megalite judge my_program.py --layouts dp2,tp2
+megalite judge examples/judged_program.py --layouts dp2,tp2
 
 It runs the program on this machine's CPU, in each layout and on one rank, from the same weights and on the
 same samples, in fp64. A layout whose losses, gradients, gradient norm or weights differ by more than rounding
@@ -28,7 +28,7 @@ from megalite.config.fields import with_fields
 from megalite.distributed.local_ranks import LocalRanks
 from megalite.frontends.command_line import NEEDED_TO_TRAIN, parse_run
 from megalite.frontends.tool_parser import ToolParser, positive_int
-from megalite.observe.judge.judge import Judge, Verdict
+from megalite.observe.judge.judge import ProgramJudge, Verdict
 from megalite.observe.judge.rank_record import Task, adapter_names, import_adapter
 from megalite.observe.verify.layouts import Layout
 from megalite.utils.errors import UserError
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str]) -> None:
     )
     task = Task(own.program, Layout(), config, _options(own.set), samples, is_wide=not own.own_precision)
     with TemporaryDirectory(prefix="megalite-judge-") as folder, LocalRanks() as ranks:
-        verdict = Judge(module, task, ranks, None if own.quick else Path(folder)).run(layouts)
+        verdict = ProgramJudge(module, task, ranks, None if own.quick else Path(folder)).run(layouts)
     _log_verdict(verdict)
     sys.exit(1 if verdict.different else 0)
 

@@ -230,7 +230,7 @@ class Holder(NamedTuple):
     copy: int
 
 
-class Piece(NamedTuple):
+class MatrixPiece(NamedTuple):
     """Elements of a matrix that this rank updates.
 
     Attributes:
@@ -295,7 +295,7 @@ class MatrixExchange:
             for matrix in matrices_of(entry.spec, splits_fused=splits_fused)
         ]
         owners = share_out([newton_schulz_flops(matrix.shape) for *_, matrix in found], self._axis.size)
-        self.pieces: list[Piece] = []
+        self.pieces: list[MatrixPiece] = []
         self._shapes: list[tuple[int, int]] = []  # of this rank's matrices
         self._segments: list[list[_Segment]] = []  # of this rank's matrices, for each holder
         for (number, state, entry, matrix), owner in sorted(
@@ -308,7 +308,7 @@ class MatrixExchange:
                 slices = tuple(
                     slice(own.start + offset, own.stop + offset) for own in segment.part.slices(start, end)
                 )
-                self.pieces.append(Piece(number, matrix, owner, slices, segment.numel))
+                self.pieces.append(MatrixPiece(number, matrix, owner, slices, segment.numel))
             if owner == self._axis.rank:
                 known: dict[tuple[tuple[int, ...], int], _Segment] = {}
                 for holder in holders:

@@ -46,7 +46,7 @@ class Verdict:
     refused: dict[str, str] = field(default_factory=dict)
 
 
-class Judge:
+class ProgramJudge:
     """Judge of a program, which runs it on ranks of this machine.
 
     Args:

@@ -11,7 +11,7 @@ import torch
 from megalite.config import Config
 from megalite.config.fields import with_fields
 from megalite.distributed.local_ranks import LocalRanks
-from megalite.observe.judge.judge import Judge, Verdict
+from megalite.observe.judge.judge import ProgramJudge, Verdict
 from megalite.observe.judge.rank_record import Task, import_adapter
 from megalite.observe.verify.layouts import Layout
 from megalite.utils.errors import UserError
@@ -43,7 +43,7 @@ def ranks() -> Iterator[LocalRanks]:
 
 def _judged(ranks: LocalRanks, program: str, layouts: str, config: Config, folder: Path | None) -> Verdict:
     samples = torch.zeros(2, 4, 9, dtype=torch.long)  # megalite's model draws them
-    judge = Judge(import_adapter(program), Task(program, Layout(), config, {}, samples), ranks, folder)
+    judge = ProgramJudge(import_adapter(program), Task(program, Layout(), config, {}, samples), ranks, folder)
     return judge.run([Layout.parse(name) for name in layouts.split(",")])
 
 
