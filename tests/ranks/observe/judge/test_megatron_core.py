@@ -1,8 +1,4 @@
-<<<<<<< HEAD:tests/ranks/observe/judge/test_megatron_core.py
-"""The adapter of megatron-core: a right layout agrees, and an error of Megatron's own is found."""
-=======
 """The adapter of megatron-core: right layouts agree, and an error of its own is found without a hint."""
->>>>>>> judge-mcore:tests/judge/test_megatron_core.py
 
 from __future__ import annotations
 
@@ -28,16 +24,9 @@ def test_right_layouts_agree_and_resume_each_other(capsys: pytest.CaptureFixture
 
 
 @pytest.mark.slow
-<<<<<<< HEAD:tests/ranks/observe/judge/test_megatron_core.py
 def test_gathered_logits_before_a_loss_over_vocabulary_parts(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    log = _judged("--layouts", "tp2", "--quick", "--set", "parallel_output=False", caplog=caplog)
-=======
-def test_logits_that_are_gathered_before_a_loss_over_vocabulary_parts(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     log = _judged("--layouts", "tp2", "--quick", "--set", "parallel_output=False", capsys=capsys)
->>>>>>> judge-mcore:tests/judge/test_megatron_core.py
     assert "NOT the same run: tp2" in log
     assert "the loss of iteration 1" in log
