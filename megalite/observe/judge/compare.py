@@ -59,7 +59,7 @@ class ReferenceCheck:
         self.tolerance: dict[Key, float] = {}
         gradients = {name: magnitude(full.value) for name, full in reference.gradients.items()}
         self._largest = max(gradients.values(), default=0.0)
-        # What Adam makes of a gradient that is zero but for rounding is random.
+        # A gradient that is zero but for rounding has no digits, and what Adam makes of it is random.
         self._noise = {name for name, each in gradients.items() if 0.0 < each <= ROUNDING * self._largest}
 
     def measure(self, perturbed: FullRecord) -> None:
@@ -99,7 +99,7 @@ class ReferenceCheck:
             for name, full in reference.start.items():
                 found[START, name] = self._tensor(START, record.start.get(name), full.value, sizes, 0)
             for name, full in reference.gradients.items():
-                smallest = SMALLEST * self._largest
+                smallest = self._largest * (1.0 if name in self._noise else SMALLEST)
                 own = record.gradients.get(name)
                 found[GRADIENT, name] = self._tensor(GRADIENT, own, full.value, sizes, 1, smallest)
         reports = zip(record.reports, reference.reports[since:], strict=True)

@@ -89,8 +89,8 @@ class ProgramJudge:
 
     # ---- The reference.
 
-    def _run_ours(self) -> FullRecord:
-        """Run megalite's own model for its weights, its samples and a second opinion."""
+    def _run_ours(self) -> FullRecord | None:
+        """Run megalite's own model for its weights, its samples and a second opinion, if they fit."""
         config = with_fields(self._task.config, params_dtype="fp64" if self._task.is_wide else "fp32")
         run = self._ranks.run(record_ours, config.mesh, 1, config, self._num_iterations)[0]
 
@@ -98,7 +98,11 @@ class ProgramJudge:
             named = self._module.from_megalite(config, tensors)
             return {name: FullTensor(full.double()) for name, full in named.items()}
 
-        start = theirs(run.start)
+        try:
+            start = theirs(run.start)
+        except UserError as error:
+            log.info("no row of megalite's own run, and the program's own start: %s", first_line(error))
+            return None
         self._task = self._task._replace(
             samples=run.samples, start={name: full.value for name, full in start.items()}
         )
