@@ -156,9 +156,7 @@ class DeepSpeedRun(Program):
 
     def resume(self, folder: Path) -> None:
         if (saved := (folder / _LAYOUT).read_text()) != str(self._layout):
-            raise UserError(
-                f"a save of {saved} needs DeepSpeed's universal checkpoints, which are not judged"
-            )
+            raise UserError(f"a save of {saved} needs a universal checkpoint, which is not judged")
         path, _ = self._engine.load_checkpoint(str(folder))
         if path is None:
             raise UserError(f"DeepSpeed finds no checkpoint in {folder}")
@@ -204,8 +202,7 @@ def _settings(layout: Layout, config: Config, options: Mapping[str, str]) -> dic
     count, rest = divmod(config.global_batch(dp), batch * dp)
     if rest or not count:
         raise UserError(f"--global-batch-size {config.global_batch(dp)} is not a multiple of {batch * dp}")
-    # With stage 0 the engine logs no gradient norm. One rank stands for all layouts, so it runs stage 1.
-    stages = [int(switch[-1]) for switch in layout.switches] or [int(layout.world_size == 1)]
+    stages = [int(switch[-1]) for switch in layout.switches] or [0]
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": batch,
         "gradient_accumulation_steps": count,
