@@ -60,9 +60,7 @@ TESTS_OF_NO_MODULE = {
     "job files of Slurm and Kubernetes": ("plan/test_hostile_values",),
     "planned parameters and communication": ("plan/test_parameters", "plan/test_tp_overlap"),
     "all parallel layers": ("tensor_parallel/test_layers",),
-    "judged packages": (
-        *("observe/judge/test_megatron_core", "observe/judge/test_packages", "observe/judge/test_torchtitan"),
-    ),
+    "judged packages": (*("observe/judge/test_megatron_core", "observe/judge/test_torchtitan"),),
     "an axis through the whole package": ("train/test_trial_axis",),
     "Dockerfiles, scripts, workflows": ("test_containers", "test_parent_packages", "test_project_files"),
     "tests/conftest.py and its modules": ("test_changes", "test_cost", "test_scheduling"),

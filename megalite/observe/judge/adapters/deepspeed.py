@@ -14,12 +14,10 @@ from __future__ import annotations
 import copy
 import json
 import os
-import sys
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is imported; gloo has no other device
 
@@ -27,7 +25,6 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.checkpoint import ds_to_universal
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.utils import groups, safe_get_full_grad
 from torch import Tensor, nn
@@ -164,23 +161,9 @@ class DeepSpeedRun(Program):
             (folder / _LAYOUT).write_text(str(self._layout))
 
     def resume(self, folder: Path) -> None:
-        tag = (folder / "latest").read_text()
-        if (folder / _LAYOUT).read_text() != str(self._layout):
-            tag = f"{tag}_universal"
-            if dist.get_rank() == 0:
-                names = {
-                    "input_folder": folder / tag.removesuffix("_universal"),
-                    "output_folder": folder / tag,
-                }
-                universal = [word for name, path in names.items() for word in (f"--{name}", str(path))]
-                with patch.object(sys, "argv", ["ds_to_universal", *universal]):
-                    ds_to_universal.main(ds_to_universal.parse_arguments())
-            dist.barrier()
-            self._engine.destroy()
-            self._settings["checkpoint"] = {"load_universal": True}
-            model = self._model()
-            self._start(model, saved_tensors(model))
-        path, _ = self._engine.load_checkpoint(str(folder), tag=tag)
+        if (saved := (folder / _LAYOUT).read_text()) != str(self._layout):
+            raise UserError(f"a save of {saved} needs a universal checkpoint, which is not judged")
+        path, _ = self._engine.load_checkpoint(str(folder))
         if path is None:
             raise UserError(f"DeepSpeed finds no checkpoint in {folder}")
 
@@ -225,8 +208,7 @@ def _settings(layout: Layout, config: Config, options: Mapping[str, str]) -> dic
     count, rest = divmod(config.global_batch(dp), batch * dp)
     if rest or not count:
         raise UserError(f"--global-batch-size {config.global_batch(dp)} is not a multiple of {batch * dp}")
-    # With stage 0 the engine logs no gradient norm. One rank stands for all layouts, so it runs stage 1.
-    stages = [int(switch[-1]) for switch in layout.switches] or [int(layout.world_size == 1)]
+    stages = [int(switch[-1]) for switch in layout.switches] or [0]
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": batch,
         "gradient_accumulation_steps": count,
