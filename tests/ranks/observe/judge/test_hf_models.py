@@ -11,7 +11,7 @@ from megalite.config import Config
 from megalite.config.fields import with_fields
 from megalite.config.presets import PRESETS
 from megalite.distributed.local_ranks import LocalRanks
-from megalite.observe.judge.judge import Judge, Verdict
+from megalite.observe.judge.judge import ProgramJudge, Verdict
 from megalite.observe.judge.rank_record import Task, import_adapter
 from megalite.observe.verify.layouts import Layout
 
@@ -35,7 +35,7 @@ def _judged(program: str, layouts: str, folder: Path | None = None, **options: s
     samples = torch.randint(32, (1 + (folder is not None), 4, 9), generator=torch.Generator().manual_seed(0))
     with LocalRanks() as ranks:
         task = Task(program, Layout(), CONFIG, options, samples)
-        judge = Judge(import_adapter(program), task, ranks, folder)
+        judge = ProgramJudge(import_adapter(program), task, ranks, folder)
         return judge.run([Layout.parse(name) for name in layouts.split(",")])
 
 
