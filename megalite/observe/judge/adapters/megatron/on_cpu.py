@@ -46,7 +46,7 @@ class _CpuTensors(TorchFunctionMode):
         if func is Tensor.record_stream:
             return None
         result = func(*args, **kwargs)
-        if func is Tensor.float and result is args[0]:
+        if func in (Tensor.float, Tensor.double) and result is args[0]:
             return result.clone()  # a copy, as of 16 bits: the code that follows changes it in place
         if func is Tensor.type and len(args) == 1:  # "torch.DoubleTensor" where fp32 is widened
             return result.replace("torch.", "torch.cuda.").replace("Double", "Float")
