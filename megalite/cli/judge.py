@@ -17,14 +17,15 @@ It takes the flags of megalite train for the model and the batch.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 
 from megalite.config import Config, check_config
-from megalite.config.fields import with_fields
+from megalite.config.fields import MODEL_FIELDS, with_fields
 from megalite.distributed.local_ranks import LocalRanks
 from megalite.frontends.command_line import NEEDED_TO_TRAIN, parse_run
 from megalite.frontends.tool_parser import ToolParser, positive_int
@@ -67,7 +68,7 @@ def main(arguments: Sequence[str]) -> None:
     if not names:
         raise UserError(f"{own.program} defines no LAYOUTS: pass some, such as --layouts tp2,pp2,dp2")
     layouts = [Layout.parse(name) for name in names]
-    config = judge_config(rest, own.iterations)
+    config = judge_config(rest, own.iterations, getattr(module, "DEFAULTS", {}))
     batch_size, length = config.training.global_batch_size, config.model.seq_length + 1
     assert batch_size is not None and config.model.vocab_size is not None
     generator = torch.Generator().manual_seed(config.training.seed)
@@ -78,16 +79,30 @@ def main(arguments: Sequence[str]) -> None:
     with TemporaryDirectory(prefix="megalite-judge-") as folder, LocalRanks() as ranks:
         verdict = ProgramJudge(module, task, ranks, None if own.quick else Path(folder)).run(layouts)
     _log_verdict(verdict)
-    sys.exit(1 if verdict.different else 0)
+    sys.exit(1 if verdict.different or not {*map(str, layouts)} & {*verdict.same} else 0)
 
 
-def judge_config(flags: Sequence[str], num_iterations: int) -> Config:
-    """Return the model and the batch that flags of training set; a small Llama by default."""
+def judge_config(flags: Sequence[str], num_iterations: int, defaults: Mapping[str, Any]) -> Config:
+    """Return the model and the batch that flags of training set; a small Llama by default, without dropout.
+
+    Args:
+        defaults: the adapter's own values of fields that no flag sets.
+    """
     names = {flag.partition("=")[0] for flag in flags}
     model = [] if names & {"--preset", "--config", "--num-layers"} else ["--preset", "llama-tiny"]
     config, _, set_fields = parse_run([*model, *flags], (*NEEDED_TO_TRAIN, *DEFAULTS))
-    unset = {name: value for name, value in DEFAULTS.items() if name not in set_fields}
-    config = with_fields(config, **unset, train_iters=num_iterations, mock_data=not config.data.data_path)
+    values = DEFAULTS | dict(defaults)
+    unset = {name: value for name, value in values.items() if name not in set_fields}
+    dropouts = [name for name in MODEL_FIELDS if name.endswith("dropout") and getattr(config.model, name)]
+    if dropouts:
+        log.info("dropout is switched off: %s", ", ".join(dropouts))
+    config = with_fields(
+        config,
+        **unset,
+        **dict.fromkeys(dropouts, 0.0),
+        train_iters=num_iterations,
+        mock_data=not config.data.data_path,
+    )
     check_config(config, 1)
     return config
 
@@ -102,7 +117,7 @@ def _options(pairs: Sequence[str]) -> dict[str, str]:
 def _log_verdict(verdict: Verdict) -> None:
     if verdict.different:
         log.info("NOT the same run: %s", ", ".join(verdict.different))
-    else:
+    elif verdict.same:
         log.info("every layout that can run trains the same run")
     if verdict.refused:
         log.info("not judged: %s", ", ".join(verdict.refused))

@@ -386,8 +386,11 @@ def _make_space(folder: Path, limit: int, num_bytes: int) -> bool:
         elif marks.stem.endswith(_RANGED):
             in_use.append(marks)
     if kept > limit and in_use and hasattr(mmap, "MADV_REMOVE"):
-        # Some more, so that the next ones need not count again.
-        kept -= _remove_regions(in_use, kept - max(0, limit - limit // 10))
+        # Some more, so that the next ones need not count again; but no more than the new bytes need if the
+        # files that must stay are too large: others read the regions.
+        excess = kept - max(0, limit - limit // 10)
+        removable = sum(size for _, marks, size in entries if marks in in_use)
+        kept -= _remove_regions(in_use, excess if excess <= removable else num_bytes)
     (folder / "size").write_bytes(kept.to_bytes(8, "little"))
     return kept <= limit
 

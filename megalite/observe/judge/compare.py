@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from megalite.observe.judge.factors import factor_of, named_factor
-from megalite.observe.judge.full_record import FullRecord, FullTensor
+from megalite.observe.judge.full_record import FullRecord, FullTensor, Report
 from megalite.observe.verify.compare_runs import ROUNDING, SMALLEST, magnitude
 from megalite.utils.errors import few
 
@@ -149,14 +149,17 @@ class ReferenceCheck:
 def _number(
     name: str,
     iteration: int,
-    report: Mapping[str, float],
-    expected: Mapping[str, float],
+    report: Report,
+    expected: Report,
     sizes: Mapping[str, int],
     phase: int,
 ) -> Deviation:
     if name not in report:
         return Deviation(math.inf, f"no rank reports the {name} of iteration {iteration}", phase)
-    value, right = report[name], expected[name]
+    right = expected[name][0]
+    value = max(
+        report[name], key=lambda each: _nan_last(abs(each - right))
+    )  # of the rank that is farthest off
     size = abs(value - right) / max(abs(right), 1e-30)
     text = f"the {name} of iteration {iteration} is {value:.9g} instead of {right:.9g} (by {size:.1e})"
     factor = named_factor(value / right, sizes) if right else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -9,10 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megalite.observe.judge.program import Piece
+from megalite.observe.judge.program import Piece, ProgramFault
 from megalite.observe.judge.rank_record import RankRecord
 from megalite.observe.judge.trace import Observation
-from megalite.utils.errors import UserError
 
 
 class FullTensor(NamedTuple):
@@ -34,6 +34,8 @@ class FullTensor(NamedTuple):
 
 
 Fulls = dict[str, FullTensor]
+Report = dict[str, list[float]]
+"""What ranks report of an iteration: the numbers of all ranks that report one, by name."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class FullRecord:
 
     own_start: Fulls
     start: Fulls
-    reports: list[dict[str, float]]
+    reports: list[Report]
     gradients: Fulls
     weights: Fulls
     save_error: str = ""
@@ -53,13 +55,13 @@ def join(ranks: Sequence[RankRecord]) -> FullRecord:
     """Join the records of all ranks of a layout.
 
     Raises:
-        UserError: an element of a tensor is on no rank, ranks have different shapes of it, or they report
-            different numbers of iterations.
+        ProgramFault: an element of a tensor is on no rank, or ranks have different full shapes of it.
     """
-    reports: list[dict[str, float]] = [{} for _ in ranks[0].reports]
-    for rank in reversed(ranks):  # the first rank that reports a number has the last word
+    reports: list[Report] = [{} for _ in ranks[0].reports]
+    for rank in ranks:
         for report, own in zip(reports, rank.reports, strict=True):
-            report.update(own)
+            for name, value in own.items():
+                report.setdefault(name, []).append(value)
     return FullRecord(
         joined([rank.own_start for rank in ranks]),
         joined([rank.start for rank in ranks]),
@@ -83,7 +85,7 @@ def joined(ranks: Sequence[Mapping[str, Piece]]) -> Fulls:
 def _joined(name: str, pieces: Mapping[int, Piece]) -> FullTensor:
     shapes = {piece.shape for piece in pieces.values()}
     if len(shapes) > 1:
-        raise UserError(f"ranks say that the full shape of {name} is {' and '.join(map(str, shapes))}")
+        raise ProgramFault(f"ranks say that the full shape of {name} is {' and '.join(map(str, shapes))}")
     (shape,) = shapes
     size = torch.Size(shape).numel()
     value, total, count = torch.zeros(size), torch.zeros(size), torch.zeros(size)
@@ -100,13 +102,13 @@ def _joined(name: str, pieces: Mapping[int, Piece]) -> FullTensor:
         first[positions[~held]] = rank
         off = (value[positions] - elements).abs()
         largest = float(off.max()) if off.numel() else 0.0
-        if not largest <= disagreement:  # also NaN
+        if not (math.isnan(disagreement) or largest <= disagreement):
             at = int(off.nan_to_num(torch.inf).argmax())
             disagreement, ranks = largest, (int(first[positions[at]]), rank)
         total[positions] += elements
         count[positions] += 1
     if num_missing := int((count == 0).sum()):
-        raise UserError(
+        raise ProgramFault(
             f"no rank holds {num_missing} of the {size} elements of {name}: the pieces do not cover it"
         )
     full = FullTensor(value.view(shape))

@@ -18,6 +18,7 @@ from megalite.observe.judge.compare import GRADIENT, WEIGHT, Deviations, Referen
 from megalite.observe.judge.full_record import FullRecord, FullTensor, join
 from megalite.observe.judge.locate import first_difference
 from megalite.observe.judge.ours import record_ours
+from megalite.observe.judge.program import ProgramFault
 from megalite.observe.judge.rank_record import Task, record_rank
 from megalite.observe.verify.layouts import Layout
 from megalite.utils.errors import UserError, few, first_line
@@ -27,6 +28,8 @@ FP64_FLOOR, OWN_FLOOR = 1e-11, 1e-6
 """Least tolerance in fp64, and in the precision that the program names."""
 NUM_PERTURBED = 3
 """Number of runs of one rank from a start that is changed by rounding; they measure the tolerance."""
+_BLURRED = 1e-4
+"""Tolerance above which a quantity is named before the table."""
 _TIMEOUT = 900.0
 _NUMBERS = ("loss", "gradient norm")
 _ROW = "{:<{width}} {:>5} {:>9} {:>9} {:>9}  {}"
@@ -103,10 +106,19 @@ class ProgramJudge:
         except UserError as error:
             log.info("no row of megalite's own run, and the program's own start: %s", first_line(error))
             return None
+        own = self._run(Layout(), samples=run.samples[:0]).own_start
+        shapes = [{name: full.value.shape for name, full in each.items()} for each in (own, start)]
+        if other := sorted({name for name, _ in shapes[0].items() ^ shapes[1].items()}):
+            log.info(
+                "no row of megalite's run, and the program's own start: parameters do not match, such as %s",
+                few(other),
+            )
+            return None
         self._task = self._task._replace(
             samples=run.samples, start={name: full.value for name, full in start.items()}
         )
-        return FullRecord(start, start, run.reports, theirs(run.gradients), theirs(run.weights))
+        reports = [{name: [value] for name, value in each.items()} for each in run.reports]
+        return FullRecord(start, start, reports, theirs(run.gradients), theirs(run.weights))
 
     def _run_reference(self) -> None:
         """Run the program on one rank, and again to see that it does the same."""
@@ -114,12 +126,6 @@ class ProgramJudge:
         own = {name: full.value for name, full in reference.own_start.items()}
         if self._task.start is None:
             self._task = self._task._replace(start=own)
-        elif own.keys() != self._task.start.keys():
-            theirs, ours = own.keys() - self._task.start.keys(), self._task.start.keys() - own.keys()
-            raise UserError(
-                f"parameters cannot be matched: the program alone has {few(sorted(theirs)) or 'no other'}, "
-                f"megalite's model alone {few(sorted(ours)) or 'no other'}"
-            )
         self._check = ReferenceCheck(reference, FP64_FLOOR if self._task.is_wide else OWN_FLOOR)
         again = self._check.deviations(self._run(Layout()), {})
         if found := [kind for kind, each in again.items() if each.size != 0.0]:
@@ -140,6 +146,11 @@ class ProgramJudge:
                 for name, full in self._task.start.items()
             }
             self._check.measure(self._run(Layout(), start=start))
+        if blurred := [name for (_, name), size in self._check.tolerance.items() if size > _BLURRED]:
+            log.info(
+                "a rounding of the weights already changes %s, where errors may hide: try another --seed",
+                few(blurred),
+            )
 
     # ---- Layouts.
 
@@ -172,15 +183,15 @@ class ProgramJudge:
         name, saved, self._last_save = str(layout), self._last_save, None
         try:
             record = self._run(layout, saves=True)
-        except UserError as error:
-            self._verdict.refused[name] = first_line(error)
-            log.info(self._row(name, layout.world_size, "", "", "", f"cannot run: {first_line(error)}"))
-            self._last_save = saved
-            return
-        except RankError as error:
+        except (ProgramFault, RankError) as error:
             text = f"the run ends with {_last_line(error)}"
             self._verdict.different[name] = [text]
             log.info(self._row(name, layout.world_size, "", "", "", text))
+            self._last_save = saved
+            return
+        except UserError as error:
+            self._verdict.refused[name] = first_line(error)
+            log.info(self._row(name, layout.world_size, "", "", "", f"cannot run: {first_line(error)}"))
             self._last_save = saved
             return
         findings = self._log_row(name, layout.world_size, self._compared(layout, record))
@@ -188,7 +199,10 @@ class ProgramJudge:
         if findings:
             self._last_save = saved
             if any(each.phase == 1 for each in findings.values()):
-                self._locate(layout)
+                try:
+                    self._locate(layout)
+                except (RankError, UserError) as error:
+                    log.info("  could not be traced: %s", _last_line(error))
         elif saved is not None and not self._judge_resume(layout, *saved) and self._last_save is not None:
             self._judge_resume(layout, *self._last_save)
 
@@ -263,5 +277,5 @@ class ProgramJudge:
         return {**layout.sizes, "microbatches": max(1, samples // size)}
 
 
-def _last_line(error: RankError) -> str:
+def _last_line(error: RankError | UserError) -> str:
     return str(error).strip().splitlines()[-1]

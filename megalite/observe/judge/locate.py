@@ -159,6 +159,8 @@ def _distance(local: Tensor, full: Tensor) -> float:
         return 0.0
     if not local.isfinite().all():
         return torch.inf
+    if full.numel() == 0:
+        return torch.inf
     # p=inf subtracts rows; with p=2 a product of rows could lose half of the digits.
     return float(torch.cdist(local, full, p=torch.inf).amin(1).max())
 

@@ -23,6 +23,10 @@ from megalite.observe.verify.layouts import Layout
 from megalite.utils.errors import UserError
 
 
+class ProgramFault(UserError):
+    """Raised for what a program does wrong in a layout, as opposed to what it refuses."""
+
+
 class Piece(NamedTuple):
     """Part of a full tensor that a rank holds.
 
@@ -135,8 +139,9 @@ class Adapter(Protocol):
     """Module that defines a program: one of `megalite.observe.judge.adapters`, or a user's script.
 
     A script needs `build` alone. An adapter of a package also has ``PACKAGE``, its name for pip;
-    ``VERSIONS``, those that were tried; and ``LAYOUTS``, the names of the layouts that are judged if none
-    are named. It imports its package at the top, so that a missing one is reported before any rank starts.
+    ``VERSIONS``, those that were tried; ``LAYOUTS``, the names of the layouts that are judged if none are
+    named; and maybe ``DEFAULTS``, values of megalite's fields that no flag sets. It imports its package at
+    the top, so that a missing one is reported before any rank starts.
 
     ``from_megalite(config, full)`` is optional. It returns full tensors of megalite's model by the names and
     in the shapes of this program on one rank. It must be linear and without loss, because gradients are

@@ -19,7 +19,7 @@ from torch import Tensor
 from megalite.config import Config
 from megalite.distributed.topology import Topology
 from megalite.observe.judge.precision import widened
-from megalite.observe.judge.program import Piece, Program
+from megalite.observe.judge.program import Piece, Program, ProgramFault
 from megalite.observe.judge.trace import Observation, Tracer
 from megalite.observe.verify.layouts import Layout
 from megalite.utils.errors import UserError, first_line
@@ -134,7 +134,7 @@ def _record(program: Program, task: Task) -> RankRecord:
     elif task.start is not None:
         names = program.weights().keys()
         if missing := sorted(names - task.start.keys()):
-            raise UserError(f"the start has no {missing[0]}, which the program trains")
+            raise ProgramFault(f"the program has a tensor {missing[0]} in this layout alone")
         program.load(task.start)
     start = _copied(program.weights())
     reports, save_error = [], ""
@@ -144,7 +144,7 @@ def _record(program: Program, task: Task) -> RankRecord:
             before = batch.clone()
             terms = program.backward(batch)
             if not batch.equal(before):
-                raise UserError("the program changes the samples that it is given: copy them in backward")
+                raise ProgramFault("the program changes the samples that it is given: copy them in backward")
             if number == 0:
                 gradients = _copied(program.gradients())
                 if tracer is not None:
@@ -159,7 +159,7 @@ def _record(program: Program, task: Task) -> RankRecord:
 def _save(program: Program, folder: Path) -> str:
     try:
         program.save(folder)
-    except UserError as error:
+    except Exception as error:  # of the package: the run itself is judged all the same
         return first_line(error)
     return ""
 

@@ -169,7 +169,8 @@ class DeepSpeedRun(Program):
 
     def close(self) -> None:
         self._engine.destroy()
-        vars(groups).update(_NO_GROUPS)  # they would outlive the process group of this layout
+        # They would outlive the process group of this layout.
+        vars(groups).update({name: copy.copy(value) for name, value in _NO_GROUPS.items()})
         deepspeed.comm.comm.cdb = None
         # A rank that has run more layouts than another would number its parameters and modules otherwise.
         deepspeed.zero.Init.param_id = 0

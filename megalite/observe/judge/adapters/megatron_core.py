@@ -51,7 +51,7 @@ with warnings.catch_warnings():
 
 from megalite.config import Config
 from megalite.config.model.model_config import padded_vocab_size
-from megalite.observe.judge.program import Piece, Program, positions_in
+from megalite.observe.judge.program import Piece, Program, ProgramFault, positions_in
 from megalite.observe.verify.layouts import Layout
 from megalite.utils.errors import UserError
 
@@ -319,7 +319,7 @@ class MegatronProgram(Program):
         rate = next(group["lr"] for group in self._optimizer.param_groups if group["default_config"])
         succeeded, norm, _ = self._optimizer.step()
         if not succeeded:
-            raise UserError("megatron-core skipped an update: a gradient is not finite")
+            raise ProgramFault("megatron-core skipped an update: a gradient is not finite")
         self._schedule.step(increment=1)
         return {"gradient norm": float(norm), "learning rate": float(rate)}
 

@@ -48,6 +48,7 @@ from megalite.utils.torch_private import disable_context_parallelism
 
 PACKAGE = "torchtitan"
 VERSIONS = ("0.2.2",)
+DEFAULTS = {"weight_decay": 0.0}  # torchtitan also decays norms, and megalite does not
 LAYOUTS = (
     *("dp2", "tp2", "cp2", "pp2", "dp2shard1", "dp4shard2", "dp2tp2", "pp2dp2"),
     *("dp2+kept", "tp2+full", "pp2v2", "pp2zbv"),

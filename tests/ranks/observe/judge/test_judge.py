@@ -54,7 +54,9 @@ def test_a_right_program_trains_the_same_run(ranks: LocalRanks, tmp_path: Path) 
         ("without_sum", "tp2", ["norm.weight: their sum is the reference's", "output of embedding differs"]),
         ("not_averaged", "dp2", ["is 2 (dp or microbatches) times", "see the reduction of gradients"]),
         ("doubled", "tp2", ["the output of head differs on ranks 0, 1", "the last one that agrees is down"]),
-        ("drifting", "dp2", ["ranks 0 and 1 hold different copies of the weight of norm.weight, by 1."]),
+        ("drifting", "dp2", ["ranks 0 and 1 hold different copies of the weight of norm.weight, by 2.0e-06"]),
+        ("misreporting", "dp2", ["the loss of iteration 1 is 4."]),
+        ("with_a_hole", "tp2", ["no rank holds 16 of the 256 elements of up.weight"]),
     ],
 )
 def test_an_error_is_found_and_named(ranks: LocalRanks, error: str, layout: str, findings: list[str]) -> None:

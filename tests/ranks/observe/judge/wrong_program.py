@@ -50,6 +50,25 @@ def drifting(program: Any) -> None:
     program.update = drifted
 
 
+def misreporting(program: Any) -> None:
+    """Report another loss on the second rank."""
+    backward = program.backward
+    program.backward = lambda samples: {"loss": backward(samples)["loss"] + dist.get_rank()}
+
+
+def with_a_hole(program: Any) -> None:
+    """Forget two rows of a weight."""
+    weights = program.weights
+
+    def without_rows() -> Mapping[str, Any]:
+        pieces = dict(weights())
+        up = pieces["up.weight"]
+        pieces["up.weight"] = up._replace(tensor=up.tensor[1:], positions=up.positions[1:])
+        return pieces
+
+    program.weights = without_rows
+
+
 def forgetting(program: Any) -> None:
     """Resume the weights and not the optimizer's moments."""
     resume = program.resume
@@ -82,7 +101,10 @@ def random(program: Any) -> None:
 
 ERRORS: dict[str, Callable[[Any], None]] = {
     each.__name__: each
-    for each in (without_sum, not_averaged, doubled, drifting, forgetting, in_place, random)
+    for each in (
+        *(without_sum, not_averaged, doubled, drifting, misreporting, with_a_hole),
+        *(forgetting, in_place, random),
+    )
 }
 
 

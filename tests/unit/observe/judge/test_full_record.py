@@ -47,5 +47,5 @@ def test_ranks_that_disagree_are_named_with_their_sum() -> None:
 
 
 def test_a_nan_on_one_rank_is_a_disagreement() -> None:
-    full = joined([{"x": Piece.whole(torch.tensor([value]))} for value in (1.0, torch.nan)])["x"]
+    full = joined([{"x": Piece.whole(torch.tensor([value]))} for value in (1.0, torch.nan, 1.0)])["x"]
     assert full.disagreement != full.disagreement
