@@ -105,7 +105,8 @@ def import_adapter(name: str) -> ModuleType:
                 f"there is no adapter {name}: pass {', '.join(adapter_names())}, or the path of a script"
             ) from None
         missing = (error.name or "a package").partition(".")[0]
-        raise UserError(f"the adapter {name} needs {missing}: install it with pip") from None
+        package = name if name.startswith(missing) else missing  # megatron is a part of megatron-core
+        raise UserError(f"the adapter {name} needs {missing}: pip install {package}") from None
 
 
 def adapter_names() -> list[str]:
