@@ -1,7 +1,7 @@
 """Judge another program: whether it trains the same run in any layout.
 
 megalite judge megatron-core --layouts tp2,tp2+sp,dp2+zero1,tp2pp2dp2
-megalite judge examples/judged_program.py --layouts dp2,tp2
+megalite judge examples/judge/judged_program.py --layouts dp2,tp2
 
 It runs the program on this machine's CPU, in each layout and on one rank, from the same weights and on the
 same samples, in fp64. A layout whose losses, gradients, gradient norm or weights differ by more than rounding

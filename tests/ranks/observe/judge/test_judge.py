@@ -18,7 +18,7 @@ from megalite.observe.verify.layouts import Layout
 from megalite.utils.errors import UserError
 
 WRONG = str(Path(__file__).with_name("wrong_program.py"))
-EXAMPLE = str(Path(__file__).parents[4] / "examples/judged_program.py")
+EXAMPLE = str(Path(__file__).parents[4] / "examples/judge/judged_program.py")
 CONFIG = with_fields(
     Config(model=PRESETS["gpt-tiny"]),
     **{"vocab_size": 32, "hidden_size": 8, "global_batch_size": 4, "micro_batch_size": 1},

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megalite.observe.judge.rank_record import import_adapter
 
-EXAMPLE = import_adapter(str(Path(__file__).parents[4] / "examples/judged_program.py"))
+EXAMPLE = import_adapter(str(Path(__file__).parents[4] / "examples/judge/judged_program.py"))
 
 
 def without_sum(program: Any) -> None:

@@ -1,6 +1,6 @@
 """A program of one's own for `megalite judge`: a small language model over data and tensor parallel ranks.
 
-megalite judge examples/judged_program.py
+megalite judge examples/judge/judged_program.py
 """
 
 from __future__ import annotations
