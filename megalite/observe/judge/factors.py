@@ -27,7 +27,7 @@ def factor_of(value: Tensor, reference: Tensor, exact: float) -> float | None:
 
 
 def named_factor(factor: float, sizes: Mapping[str, int]) -> str:
-    """Return a factor in words, such as ``2 = tp or dp times``.
+    """Return a factor in words, such as ``2 (tp or dp) times``.
 
     Args:
         sizes: numbers of the layout that a factor can come from, by name.

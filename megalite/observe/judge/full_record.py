@@ -35,12 +35,12 @@ class FullTensor(NamedTuple):
 
 Fulls = dict[str, FullTensor]
 Report = dict[str, list[float]]
-"""What ranks report of an iteration: the numbers of all ranks that report one, by name."""
+"""Numbers that a program reports for an iteration, by name: one of each rank that reports it."""
 
 
 @dataclass(frozen=True)
 class FullRecord:
-    """What a layout has computed, as full tensors; see `RankRecord`."""
+    """Results of a layout, as full tensors; see `RankRecord`."""
 
     own_start: Fulls
     start: Fulls

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megalite.observe.judge.factors import named_factor
 from megalite.observe.judge.trace import Observation
+from megalite.observe.verify.compare_runs import magnitude
 
 _AGREES = 1e-8
 """Largest difference of equal rows, relative to the largest magnitude of the tensor."""
@@ -45,7 +46,7 @@ def first_difference(
         is_gradient: compare gradients of outputs instead of outputs.
     """
     known = _rows_by_name(reference, is_gradient)
-    largest = max((_magnitude(rows) for rows in known.values()), default=0.0)
+    largest = max((magnitude(rows) for rows in known.values()), default=0.0)
     calls = _by_call(traces, is_gradient)
     order = {name: number for number, name in enumerate(known)}
     candidates = _factors(sizes) if is_gradient else [1.0]
@@ -54,7 +55,7 @@ def first_difference(
         by_rank = {rank: _rows(each.value) for rank, each in calls[name, call].items()}
         if not any(bool(each.any()) for each in by_rank.values()):
             continue
-        match = _Match(known[name], max(_magnitude(known[name]), _SMALLEST * largest))
+        match = _Match(known[name], max(magnitude(known[name]), _SMALLEST * largest))
         factor = next((each for each in candidates if match.holds(by_rank, each)), None)
         if factor is None:
             place = "backward: the gradient of the output" if is_gradient else "forward: the output"
@@ -157,9 +158,7 @@ def _distance(local: Tensor, full: Tensor) -> float:
     """Return the largest distance of a row from the nearest row of another tensor."""
     if local.numel() == 0:
         return 0.0
-    if not local.isfinite().all():
-        return torch.inf
-    if full.numel() == 0:
+    if full.numel() == 0 or not local.isfinite().all():
         return torch.inf
     # p=inf subtracts rows; with p=2 a product of rows could lose half of the digits.
     return float(torch.cdist(local, full, p=torch.inf).amin(1).max())
@@ -174,7 +173,3 @@ def _cuts(full: Tensor, features: int) -> Iterator[Tensor]:
         for parts in (each for each in (1, 2, 3) if features % each == 0):
             split = full.unflatten(1, (parts, total // features, -1))
             yield from (split[:, :, index].flatten(1) for index in range(total // features))
-
-
-def _magnitude(rows: Tensor) -> float:
-    return float(rows.abs().max()) if rows.numel() else 0.0

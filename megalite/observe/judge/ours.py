@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -11,8 +10,7 @@ from torch import Tensor
 from megalite.config import Config
 from megalite.data.batch.microbatch import LM_LOSS
 from megalite.distributed.topology import Topology
-from megalite.tensor_parallel.parameter_spec import spec_of
-from megalite.train.model_chunks import named_parameters
+from megalite.observe.verify.record_run import gather_stage
 from megalite.train.run_context import build_data, resolve_run
 from megalite.train.trainer import Trainer
 
@@ -43,16 +41,11 @@ def record_ours(topology: Topology, config: Config, num_iterations: int) -> OwnR
     reports: list[dict[str, float]] = []
     with Trainer(run, build_data(run)) as trainer:
 
-        def full(local: Callable[[str], Tensor]) -> Tensors:
-            """Copy tensors of all parameters, without the padding of the vocabulary."""
-            named = {name: spec_of(each).used_shape[0] for name, each in named_parameters(trainer.chunks)}
-            return {name: local(name)[:rows].detach().clone() for name, rows in named.items()}
-
         def keep_gradients() -> None:
             if not gradients:
-                gradients.update(full(trainer.optimizer.gradient))
+                gradients.update(gather_stage(trainer, trainer.optimizer.gradient))
 
-        start = full(trainer.optimizer.weight)
+        start = gather_stage(trainer, trainer.optimizer.weight)
         trainer.train_step.before_update.append(keep_gradients)
         for _ in range(num_iterations):
             samples.append(_samples(trainer))
@@ -66,7 +59,8 @@ def record_ours(topology: Topology, config: Config, num_iterations: int) -> OwnR
                 }
             )
         trainer.optimizer.finish_weights()
-        return OwnRun(start, torch.stack(samples), gradients, full(trainer.optimizer.weight), reports)
+        weights = gather_stage(trainer, trainer.optimizer.weight)
+        return OwnRun(start, torch.stack(samples), gradients, weights, reports)
 
 
 def _samples(trainer: Trainer) -> Tensor:

@@ -16,7 +16,7 @@ _WIDE: dict[Any, Any] = {
     **dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), torch.float64),
     **dict.fromkeys((Tensor.float, Tensor.bfloat16, Tensor.half), Tensor.double),
 }
-"""What replaces a dtype, or a method that casts to one."""
+"""Replacements of dtypes, and of methods that cast to them."""
 _CASTS = {Tensor: ("float", "bfloat16", "half", "to"), torch: ("zeros", "zeros_like", "empty", "empty_like")}
 """Functions that also replace dtypes within calls that the mode handles, such as attention of DTensors."""
 
@@ -31,8 +31,7 @@ class _Widened(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        wide = [_widened(each) for each in args]
-        return _WIDE.get(func, func)(*wide, **{name: _widened(each) for name, each in (kwargs or {}).items()})
+        return _wide_call(func)(*args, **(kwargs or {}))
 
 
 def _wide_call(function: Callable[..., Any]) -> Callable[..., Any]:

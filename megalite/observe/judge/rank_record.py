@@ -28,7 +28,7 @@ Pieces = dict[str, Piece]
 
 
 class Task(NamedTuple):
-    """What the ranks of a layout do.
+    """Run of a program in one layout, for all of its ranks.
 
     Attributes:
         adapter: name of a module of `megalite.observe.judge.adapters`, or the path of a script.
@@ -54,7 +54,7 @@ class Task(NamedTuple):
 
 
 class RankRecord(NamedTuple):
-    """What one rank has recorded.
+    """Results of a run on one rank.
 
     Attributes:
         own_start: weights that the program has drawn.

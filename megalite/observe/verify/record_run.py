@@ -142,7 +142,7 @@ def record_rank(
 
         def keep_first() -> None:
             if all(result.skipped for result in results):
-                gradients.update(_gather(trainer, trainer.optimizer.gradient))
+                gradients.update(gather_stage(trainer, trainer.optimizer.gradient))
 
         trainer.train_step.before_update.append(keep_first)  # before they are clipped
         counted = num_iterations - 1 if not is_quick and config.model.has_experts else None
@@ -156,11 +156,11 @@ def record_rank(
         if counted is not None:
             expert_use = _figures(loads_of_layers(end_counts(trainer), trainer))
         trainer.optimizer.finish_weights()
-        weights = _gather(trainer, trainer.optimizer.weight) | _gather_buffers(trainer)
+        weights = gather_stage(trainer, trainer.optimizer.weight) | _gather_buffers(trainer)
         if trainer.optimizer.averages is not None:
             with trainer.averaged_weights():
                 trainer.optimizer.finish_weights()
-                averages = _gather(trainer, trainer.optimizer.weight)
+                averages = gather_stage(trainer, trainer.optimizer.weight)
             weights |= {f"ema.{name}": average for name, average in averages.items()}
         if not is_quick:
             evaluation = _evaluate(trainer, run)
@@ -243,7 +243,7 @@ def _observe_choices(trainer: Trainer, routing: RoutingRecord) -> dict[str, Choi
     return observers
 
 
-def _gather(trainer: Trainer, local: Callable[[str], Tensor]) -> dict[str, Tensor]:
+def gather_stage(trainer: Trainer, local: Callable[[str], Tensor]) -> dict[str, Tensor]:
     """Gather full tensors without vocabulary padding on one rank of each pipeline stage."""
     topology = trainer.topology
     full: dict[str, Tensor] = {}

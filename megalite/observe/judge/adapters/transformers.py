@@ -57,7 +57,7 @@ _OPTIONS = {
     "ep": "ep_implementation: auto, all_to_all or all_reduce",
     "loss-kwargs": "no: each microbatch has a mean loss, as with a model without num_items_in_batch",
 }
-"""What --set can name, and its meaning."""
+"""Names that --set takes, and their meanings."""
 
 
 class TransformersRun(Program):

@@ -1,1 +1,1 @@
-"""What the adapter of megatron-core is made of."""
+"""Parts of the adapter of megatron-core."""

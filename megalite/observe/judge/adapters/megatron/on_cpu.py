@@ -1,4 +1,4 @@
-"""What megatron-core takes for granted of a GPU, in terms of the CPU."""
+"""Replacements on a CPU for the parts of CUDA that megatron-core uses without a check."""
 
 from __future__ import annotations
 
