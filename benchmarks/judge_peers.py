@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             names = draw.sample(module.LAYOUTS, min(own.layouts_per_draw, len(module.LAYOUTS)))
             command = f"megalite judge {own.program} {' '.join(flags)} --layouts {','.join(names)} --quick"
             print(f"draw {number}: {command}", flush=True)
-            config = judge_config(flags, 2, getattr(module, "DEFAULTS", {}))
+            config = judge_config(flags, 2, module)
             samples = torch.zeros(2, 8, config.model.seq_length + 1, dtype=torch.int64)
             task = Task(own.program, Layout(), config, {}, samples)
             try:

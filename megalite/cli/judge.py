@@ -17,15 +17,17 @@ It takes the flags of megalite train for the model and the batch.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from types import ModuleType
 
 import torch
 
 from megalite.config import Config, check_config
-from megalite.config.fields import MODEL_FIELDS, with_fields
+from megalite.config.fields import MODEL_FIELDS, fields_by_name, with_fields
+from megalite.config.option import flag_of
 from megalite.distributed.local_ranks import LocalRanks
 from megalite.frontends.command_line import NEEDED_TO_TRAIN, parse_run
 from megalite.frontends.tool_parser import ToolParser, positive_int
@@ -44,6 +46,8 @@ DEFAULTS = {
     "lr_decay_style": "constant",
 }
 """Fields that no flag has to set."""
+READ = {"micro_batch_size", "global_batch_size", "seed", "moe_token_dispatcher_type"}
+"""Fields that a judgement reads beside those of the model, the optimizer and the data."""
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -68,7 +72,8 @@ def main(arguments: Sequence[str]) -> None:
     if not names:
         raise UserError(f"{own.program} defines no LAYOUTS: pass some, such as --layouts tp2,pp2,dp2")
     layouts = [Layout.parse(name) for name in names]
-    config = judge_config(rest, own.iterations, getattr(module, "DEFAULTS", {}))
+    _log_version(module)
+    config = judge_config(rest, own.iterations, module)
     batch_size, length = config.training.global_batch_size, config.model.seq_length + 1
     assert batch_size is not None and config.model.vocab_size is not None
     generator = torch.Generator().manual_seed(config.training.seed)
@@ -82,29 +87,45 @@ def main(arguments: Sequence[str]) -> None:
     sys.exit(1 if verdict.different or not {*map(str, layouts)} & {*verdict.same} else 0)
 
 
-def judge_config(flags: Sequence[str], num_iterations: int, defaults: Mapping[str, Any]) -> Config:
+def judge_config(flags: Sequence[str], num_iterations: int, module: ModuleType) -> Config:
     """Return the model and the batch that flags of training set; a small Llama by default, without dropout.
 
     Args:
-        defaults: the adapter's own values of fields that no flag sets.
+        module: the adapter or the script; its ``DEFAULTS`` are values of fields that no flag sets.
     """
     names = {flag.partition("=")[0] for flag in flags}
     model = [] if names & {"--preset", "--config", "--num-layers"} else ["--preset", "llama-tiny"]
     config, _, set_fields = parse_run([*model, *flags], (*NEEDED_TO_TRAIN, *DEFAULTS))
-    values = DEFAULTS | dict(defaults)
-    unset = {name: value for name, value in values.items() if name not in set_fields}
-    dropouts = [name for name in MODEL_FIELDS if name.endswith("dropout") and getattr(config.model, name)]
-    if dropouts:
+    has_own_run = hasattr(module, "from_megalite")
+    groups = {"model", "optimizer", *["data"] * has_own_run}  # megalite's run reads the data
+    unread = {each for each in set_fields - READ if fields_by_name()[each].group not in groups}
+    if unread:
+        log.info("without effect in a judgement: %s", ", ".join(sorted(map(flag_of, unread))))
+    values = DEFAULTS | getattr(module, "DEFAULTS", {})
+    changes = {name: value for name, value in values.items() if name not in set_fields}
+    changes |= {name: fields_by_name()[name].default for name in unread}
+    if dropouts := [
+        each for each in MODEL_FIELDS if each.endswith("dropout") and getattr(config.model, each)
+    ]:
         log.info("dropout is switched off: %s", ", ".join(dropouts))
-    config = with_fields(
-        config,
-        **unset,
-        **dict.fromkeys(dropouts, 0.0),
-        train_iters=num_iterations,
-        mock_data=not config.data.data_path,
-    )
+    changes |= dict.fromkeys(dropouts, 0.0) | {"train_iters": num_iterations}
+    config = with_fields(config, **changes)
+    config = with_fields(config, mock_data=not config.data.data_path)
     check_config(config, 1)
     return config
+
+
+def _log_version(module: ModuleType) -> None:
+    """Log the version of an adapter's package, and whether the adapter was tried with it."""
+    if not hasattr(module, "PACKAGE"):
+        return
+    version = metadata.version(module.PACKAGE).partition("+")[0]
+    tried = (
+        ""
+        if version in module.VERSIONS
+        else f"; the adapter was tried with {', '.join(module.VERSIONS)} only"
+    )
+    log.info("judging %s %s%s", module.PACKAGE, version, tried)
 
 
 def _options(pairs: Sequence[str]) -> dict[str, str]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megalite.observe.judge.factors import factor_of, named_factor
 from megalite.observe.judge.full_record import FullRecord, FullTensor, Report
-from megalite.observe.verify.compare_runs import ROUNDING, SMALLEST, magnitude
+from megalite.observe.verify.compare_runs import ROUNDING, SMALLEST, magnitude, nan_last
 from megalite.utils.errors import few
 
 START, GRADIENT, WEIGHT = "start", "gradient", "weight"
@@ -126,7 +126,7 @@ class ReferenceCheck:
             return Deviation(math.inf, f"the {kind} of {{}} is {shape}", phase)
         scale = max(magnitude(reference), smallest, 1e-30)
         off = float((tensor.value - reference).abs().max()) if reference.numel() else 0.0
-        size = max(off / scale, tensor.disagreement / scale, key=_nan_last)
+        size = max(off / scale, tensor.disagreement / scale, key=nan_last)
         return Deviation(size, self._described(kind, tensor, reference, sizes), phase)
 
     def _described(self, kind: str, tensor: FullTensor, reference: Tensor, sizes: Mapping[str, int]) -> str:
@@ -157,19 +157,17 @@ def _number(
     if name not in report:
         return Deviation(math.inf, f"no rank reports the {name} of iteration {iteration}", phase)
     right = expected[name][0]
-    value = max(
-        report[name], key=lambda each: _nan_last(abs(each - right))
-    )  # of the rank that is farthest off
-    size = abs(value - right) / max(abs(right), 1e-30)
-    text = f"the {name} of iteration {iteration} is {value:.9g} instead of {right:.9g} (by {size:.1e})"
-    factor = named_factor(value / right, sizes) if right else ""
+    farthest = max(report[name], key=lambda each: nan_last(abs(each - right)))
+    size = abs(farthest - right) / max(abs(right), 1e-30)
+    text = f"the {name} of iteration {iteration} is {farthest:.9g} instead of {right:.9g} (by {size:.1e})"
+    factor = named_factor(farthest / right, sizes) if right else ""
     return Deviation(size, f"{text}: {factor} the reference's" if "(" in factor else text, phase)
 
 
 def largest(deviations: Deviations, kinds: Iterable[str]) -> float:
     """Return the largest difference of some kinds."""
     sizes = (each.size for (kind, _), each in deviations.items() if kind in kinds)
-    return max(sizes, key=_nan_last, default=0.0)
+    return max(sizes, key=nan_last, default=0.0)
 
 
 def lines(findings: Deviations) -> list[str]:
@@ -185,9 +183,5 @@ def _line(text: str, sizes: Mapping[str, float]) -> str:
     """Return a finding in one line, about all tensors that share it."""
     if "{}" not in text:
         return text
-    size = "" if "reference" in text else f", by {max(sizes.values(), key=_nan_last):.1e}"
+    size = "" if "reference" in text else f", by {max(sizes.values(), key=nan_last):.1e}"
     return text.format(few(list(sizes), 2)) + size + " at most" * (bool(size) and len(sizes) > 1)
-
-
-def _nan_last(value: float) -> float:
-    return math.inf if math.isnan(value) else value

@@ -47,6 +47,7 @@ class FullRecord:
     reports: list[Report]
     gradients: Fulls
     weights: Fulls
+    eps: float = 0.0  # relative distance of neighbouring numbers of the coarsest dtype that weights have
     save_error: str = ""
     traces: list[list[Observation]] = field(default_factory=list)
 
@@ -62,12 +63,14 @@ def join(ranks: Sequence[RankRecord]) -> FullRecord:
         for report, own in zip(reports, rank.reports, strict=True):
             for name, value in own.items():
                 report.setdefault(name, []).append(value)
+    dtypes = {piece.tensor.dtype for rank in ranks for piece in rank.own_start.values()}
     return FullRecord(
         joined([rank.own_start for rank in ranks]),
         joined([rank.start for rank in ranks]),
         reports,
         joined([rank.gradients for rank in ranks]),
         joined([rank.weights for rank in ranks]),
+        max((torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point), default=0.0),
         next((rank.save_error for rank in ranks if rank.save_error), ""),
         [rank.trace for rank in ranks],
     )

@@ -41,18 +41,6 @@ def hf_class(config: Config) -> Any:
     return getattr(transformers, name)
 
 
-def check_optimizer(config: Config, package: str) -> None:
-    """Raise `UserError` unless the optimizer is AdamW with a constant learning rate."""
-    optimizer = config.optimizer
-    wanted: dict[str, object] = {"optimizer": "adam", "lr_decay_style": "constant"}
-    wanted |= {"weight_decay_incr_style": "constant", "decoupled_lr": None}
-    wanted |= {"lr_warmup_iters": 0, "lr_warmup_samples": 0, "lr_warmup_fraction": None}
-    for name, value in wanted.items():
-        if (found := getattr(optimizer, name)) != value:
-            needed = f"pass {value}" if isinstance(value, str) else "leave it out"
-            raise UserError(f"--{name.replace('_', '-')} {found} is not judged with {package}: {needed}")
-
-
 def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return trained parameters and saved buffers by name; tied ones once."""
     saved = model.state_dict(keep_vars=True)

@@ -24,8 +24,10 @@ from megalite.observe.verify.layouts import Layout
 from megalite.utils.errors import UserError, few, first_line
 from megalite.utils.log import ProgressLine, log
 
-FP64_FLOOR, OWN_FLOOR = 1e-11, 1e-6
-"""Least tolerance in fp64, and in the precision that the program names."""
+FLOOR = 1e-11
+"""Least tolerance, as a relative difference."""
+ROUNDINGS = 10.0
+"""Least tolerance in units in the last place of the weights' dtype."""
 NUM_PERTURBED = 3
 """Number of runs of one rank from a start that is changed by rounding; they measure the tolerance."""
 _BLURRED = 1e-4
@@ -78,8 +80,12 @@ class ProgramJudge:
         """
         width = max(14, *(len(str(layout)) for layout in layouts))
         self._row = partial(_ROW.format, width=width)
-        ours = self._run_ours() if self._starts_from_ours else None
-        self._run_reference()
+        try:
+            ours = self._run_ours() if self._starts_from_ours else None
+            self._run_reference()
+        except RankError as error:
+            log.info("%s", error)
+            raise UserError(f"the program fails on one rank: {_last_line(error)}") from None
         self._measure_tolerance()
         log.info(self._row("layout", "ranks", "loss", "gradient", "weight", "verdict"))
         if ours is not None:
@@ -126,7 +132,7 @@ class ProgramJudge:
         own = {name: full.value for name, full in reference.own_start.items()}
         if self._task.start is None:
             self._task = self._task._replace(start=own)
-        self._check = ReferenceCheck(reference, FP64_FLOOR if self._task.is_wide else OWN_FLOOR)
+        self._check = ReferenceCheck(reference, max(FLOOR, ROUNDINGS * reference.eps))
         again = self._check.deviations(self._run(Layout()), {})
         if found := [kind for kind, each in again.items() if each.size != 0.0]:
             kind, name = found[0]
@@ -138,7 +144,7 @@ class ProgramJudge:
     def _measure_tolerance(self) -> None:
         """Measure what one rounding of each weight changes in every result."""
         assert self._task.start is not None
-        eps = torch.finfo(torch.float64 if self._task.is_wide else torch.float32).eps
+        eps = self._check.reference.eps
         for seed in range(NUM_PERTURBED):
             generator = torch.Generator().manual_seed(seed)
             start = {
@@ -187,6 +193,8 @@ class ProgramJudge:
             text = f"the run ends with {_last_line(error)}"
             self._verdict.different[name] = [text]
             log.info(self._row(name, layout.world_size, "", "", "", text))
+            if isinstance(error, RankError):
+                log.info("%s", error)
             self._last_save = saved
             return
         except UserError as error:
@@ -274,7 +282,9 @@ class ProgramJudge:
         """Return the numbers of a layout that a factor can come from."""
         samples = len(self._task.samples[0]) // layout.size("dp")
         size = layout.mbs or self._task.config.training.micro_batch_size
-        return {**layout.sizes, "microbatches": max(1, samples // size)}
+        _, batch_size, length = self._task.samples.shape
+        others = {"global batch": batch_size, "sequence length": length - 1}
+        return {**layout.sizes, "microbatches": max(1, samples // size), **others}
 
 
 def _last_line(error: RankError | UserError) -> str:

@@ -11,6 +11,7 @@ the same weights into all of them, and compares what they compute from the same 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -18,9 +19,13 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from megalite.config import Config
+from megalite.config import Config, OptimizerConfig
+from megalite.config.option import flag_with_value
 from megalite.observe.verify.layouts import Layout
 from megalite.utils.errors import UserError
+
+_ADAM = ("lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
+"""Options of the optimizer that every adapter passes on."""
 
 
 class ProgramFault(UserError):
@@ -133,6 +138,27 @@ class Program:
 
     def close(self) -> None:
         """Free what outlives the program, such as its package's process groups."""
+
+
+def refuse_unmapped(config: Config, package: str, *mapped: str) -> None:
+    """Raise `UserError` for an option of the optimizer that an adapter does not pass on.
+
+    Args:
+        mapped: the options that it passes on, beside those of Adam with a constant learning rate.
+    """
+    plain = OptimizerConfig(lr_decay_style="constant")
+    for name in (field.name for field in dataclasses.fields(plain)):
+        value = getattr(config.optimizer, name)
+        if value != getattr(plain, name) and name not in (*_ADAM, *mapped):
+            raise UserError(f"{flag_with_value(name, value)} is not judged with {package}: leave it out")
+
+
+def whole_number(name: str, text: str) -> int:
+    """Return the value of an option of --set, or raise `UserError` if it is no whole number."""
+    try:
+        return int(text)
+    except ValueError:
+        raise UserError(f"--set {name}={text}: write a whole number") from None
 
 
 class Adapter(Protocol):

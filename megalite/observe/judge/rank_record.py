@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Mapping
 from contextlib import closing, nullcontext
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -75,6 +76,7 @@ class RankRecord(NamedTuple):
     trace: list[Observation]
 
 
+@cache  # a script is run once in each process, as an imported module is
 def import_adapter(name: str) -> ModuleType:
     """Import an adapter by its name, or a script by its path.
 

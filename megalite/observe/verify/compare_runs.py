@@ -85,11 +85,11 @@ class RunComparison:
     @property
     def loss(self) -> float:
         """Return the largest difference of a term in an iteration."""
-        return max((value for values in self.terms.values() for value in values), key=_nan_first)
+        return max((value for values in self.terms.values() for value in values), key=nan_last)
 
     def worst(self, tensors: Mapping[str, float], count: int = 1) -> list[tuple[str, float]]:
         """Return the `count` parameters that differ most, with their differences."""
-        return sorted(tensors.items(), key=lambda pair: _nan_first(pair[1]), reverse=True)[:count]
+        return sorted(tensors.items(), key=lambda pair: nan_last(pair[1]), reverse=True)[:count]
 
     def excesses(self, tolerance: Tolerance) -> list[str]:
         """Describe each difference above its tolerance; empty if the runs are the same."""
@@ -147,7 +147,7 @@ def compare(run: RunRecord, reference: RunRecord) -> RunComparison:
     largest_weight = max(map(magnitude, reference.weights.values()), default=0.0)
     return RunComparison(
         terms=_term_differences(run.terms, reference.terms[since:]),
-        grad_norm=max(_relative(run.grad_norms, reference.grad_norms[since:]), key=_nan_first),
+        grad_norm=max(_relative(run.grad_norms, reference.grad_norms[since:]), key=nan_last),
         gradients={
             name: _difference(run.gradients[name], full, SMALLEST * largest)
             for name, full in reference.gradients.items()
@@ -196,7 +196,7 @@ def _difference(tensor: Tensor, reference: Tensor, smallest: float = 0.0) -> flo
     return ((tensor - reference).abs().max() / scale).item()
 
 
-def _nan_first(value: float) -> float:
+def nan_last(value: float) -> float:
     """Return a key that sorts NaN above all numbers: a run with NaN is not the same run."""
     return math.inf if math.isnan(value) else value
 

@@ -12,6 +12,7 @@ The loop is that of DeepSpeed's guide, with the mean loss of each microbatch: ``
 from __future__ import annotations
 
 import copy
+import difflib
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -25,19 +26,15 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime import config as settings_of
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.utils import groups, safe_get_full_grad
 from torch import Tensor, nn
 
 from megalite.config import Config
-from megalite.observe.judge.hf_models import (
-    check_optimizer,
-    from_megalite,
-    hf_class,
-    hf_config,
-    saved_tensors,
-)
-from megalite.observe.judge.program import Piece, Program
+from megalite.observe.judge.hf_models import from_megalite, hf_class, hf_config, saved_tensors
+from megalite.observe.judge.program import Piece, Program, refuse_unmapped
 from megalite.observe.verify.layouts import Layout
 from megalite.utils.errors import UserError
 
@@ -59,6 +56,12 @@ _NO_GROUPS = {
 _LAYOUT = "judged_layout.txt"
 """File beside a checkpoint with the name of its layout. In another one, DeepSpeed needs a conversion."""
 _SWITCHES = ("zero1", "zero2", "zero3")
+_NAMES = {
+    "zero_optimization",
+    *(value for name, value in vars(settings_of).items() if name.isupper() and isinstance(value, str)),
+    *(each for name, field in DeepSpeedZeroConfig.model_fields.items() for each in (name, field.alias)),
+}
+"""Names of DeepSpeed's configuration. It ignores others."""
 
 
 class DeepSpeedRun(Program):
@@ -70,14 +73,15 @@ class DeepSpeedRun(Program):
         self._dp, self._batch = layout.size("dp"), layout.mbs or config.training.micro_batch_size
         self._settings = _settings(layout, config, options)
         deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
-        # The engine cuts weights that are their own positions, counted from 1, so that 0 is padding.
+        # An engine cuts weights that are their own positions, counted from 1, so that 0 is padding. It has no
+        # 16 bits, which would round them.
         model = self._model()
         self._shapes = {name: tuple(each.shape) for name, each in saved_tensors(model).items()}
         numbered = {
             name: torch.arange(1.0, 1.0 + each.numel()).view(each.shape)
             for name, each in saved_tensors(model).items()
         }
-        self._start(model, numbered)
+        self._start(model, numbered, {**self._settings, "bf16": {}, "fp16": {}})
         self._positions = {
             name: None if _equal(local, numbered[name]) else local.round().long() - 1
             for name, local in self._local_weights()
@@ -87,7 +91,7 @@ class DeepSpeedRun(Program):
         torch.manual_seed(self._config.training.seed)
         return hf_class(self._config)(hf_config(self._config)).float()
 
-    def _start(self, model: nn.Module, full: Mapping[str, Tensor]) -> None:
+    def _start(self, model: nn.Module, full: Mapping[str, Tensor], settings: Mapping[str, Any]) -> None:
         """Give weights to a model, and start an engine for it."""
         with torch.no_grad():
             for name, tensor in saved_tensors(model).items():
@@ -97,7 +101,7 @@ class DeepSpeedRun(Program):
         parameters = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
         try:
             self._engine, *_ = deepspeed.initialize(
-                model=model, model_parameters=parameters, config=json.loads(json.dumps(self._settings))
+                model=model, model_parameters=parameters, config=json.loads(json.dumps(settings))
             )
         except ValueError as error:
             raise UserError(f"layout {self._layout}: DeepSpeed refuses it: {error}") from error
@@ -105,7 +109,7 @@ class DeepSpeedRun(Program):
 
     def load(self, full: Mapping[str, Tensor]) -> None:
         self._engine.destroy()
-        self._start(self._model(), full)
+        self._start(self._model(), full, self._settings)
 
     def _local_weights(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in saved_tensors(self._engine.module).items():
@@ -196,7 +200,7 @@ def _refuse_unknown(layout: Layout, config: Config) -> None:
         raise UserError(f"layout {layout}: this adapter of DeepSpeed has no pipeline schedules and no shard")
     if unknown := [switch for switch in layout.switches if switch not in _SWITCHES]:
         raise UserError(f"layout {layout}: DeepSpeed has no +{unknown[0]}; it has {', '.join(_SWITCHES)}")
-    check_optimizer(config, "DeepSpeed")
+    refuse_unmapped(config, PACKAGE)
 
 
 def _settings(layout: Layout, config: Config, options: Mapping[str, str]) -> dict[str, Any]:
@@ -234,6 +238,10 @@ def _settings(layout: Layout, config: Config, options: Mapping[str, str]) -> dic
         settings["tensor_parallel"] = {"autotp_size": layout.size("tp")}
     for name, text in options.items():
         *parents, last = name.split(".")
+        if unknown := [part for part in (*parents, last) if part not in _NAMES]:
+            near = difflib.get_close_matches(unknown[0], [each for each in _NAMES if each], 1)
+            hint = f", did you mean {near[0]}?" if near else ""
+            raise UserError(f"--set {name}: DeepSpeed has no {unknown[0]}{hint}")
         group = settings
         for parent in parents:
             group = group.setdefault(parent, {})

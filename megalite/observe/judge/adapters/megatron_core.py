@@ -9,7 +9,6 @@ needs a GPU.
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -17,40 +16,36 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
+    get_transformer_block_with_experimental_attention_variant_spec,
+)
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_decoder_layer_specs,
+    get_gpt_mtp_block_spec,
+)
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.moe.moe_utils import track_moe_metrics
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # that Apex and Transformer Engine are missing
-    from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.distributed.finalize_model_grads import finalize_model_grads
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
-        get_transformer_block_with_experimental_attention_variant_spec,
-    )
-    from megatron.core.models.gpt.gpt_layer_specs import (
-        get_gpt_decoder_block_spec,
-        get_gpt_decoder_layer_specs,
-        get_gpt_mtp_block_spec,
-    )
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-    from megatron.core.transformer.moe.moe_utils import track_moe_metrics
-    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    from megalite.observe.judge.adapters.megatron.on_cpu import on_cpu
-    from megalite.observe.judge.adapters.megatron.settings import (
-        filled,
-        layout_values,
-        model_values,
-        optimizer_values,
-    )
-    from megalite.observe.judge.adapters.megatron.weights import from_megalite, piece_of, whole_name
 
 from megalite.config import Config
 from megalite.config.model.model_config import padded_vocab_size
+from megalite.observe.judge.adapters.megatron.on_cpu import on_cpu
+from megalite.observe.judge.adapters.megatron.settings import (
+    filled,
+    layout_values,
+    model_values,
+    optimizer_values,
+)
+from megalite.observe.judge.adapters.megatron.weights import from_megalite, piece_of, whole_name
 from megalite.observe.judge.program import Piece, Program, ProgramFault, positions_in
 from megalite.observe.verify.layouts import Layout
 from megalite.utils.errors import UserError

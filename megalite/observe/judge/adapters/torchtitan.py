@@ -41,7 +41,7 @@ from megalite.config import Config
 from megalite.frontends.huggingface.families import family_of, to_hf
 from megalite.observe.judge.cpu_attention import flash_attention
 from megalite.observe.judge.dtensors import piece_of
-from megalite.observe.judge.program import Piece, Program
+from megalite.observe.judge.program import Piece, Program, refuse_unmapped, whole_number
 from megalite.observe.verify.layouts import Layout
 from megalite.utils.errors import UserError
 from megalite.utils.torch_private import disable_context_parallelism
@@ -195,7 +195,7 @@ def build(layout: Layout, config: Config, options: Mapping[str, str]) -> Program
         UserError: torchtitan has no such layout, model or option.
     """
     name, args = _model_args(config)
-    job = _job_config(layout, config, int(options.get("accumulation", 1)))
+    job = _job_config(layout, config, whole_number("accumulation", options.get("accumulation", "1")))
     for option, text in options.items():
         if option.startswith("args."):
             _set_option(args, option.removeprefix("args."), text)
@@ -242,8 +242,6 @@ def _model_args(config: Config) -> tuple[str, Any]:
     model, family = config.model, family_of(config.model)
     if family.model_type not in _MODELS:
         raise UserError(f"torchtitan has no {family.model_type}: describe one of {', '.join(_MODELS)}")
-    if model.hidden_dropout > 0.0:
-        raise UserError("torchtitan has no dropout: pass --hidden-dropout 0")
     if model.has_experts and model.moe_router_load_balancing_type != "none":
         raise UserError("torchtitan has no loss for balance: pass --moe-router-load-balancing-type none")
     hf = family.settings(model)
@@ -265,8 +263,7 @@ def _job_config(layout: Layout, config: Config, num_pipeline_steps: int) -> JobC
     if unknown := [each for each in layout.switches if each not in _SWITCHES]:
         raise UserError(f"torchtitan has no +{unknown[0]}: the switches are +{', +'.join(_SWITCHES)}")
     optimizer, tp, pp, dp = config.optimizer, layout.size("tp"), layout.size("pp"), layout.size("dp")
-    if optimizer.optimizer != "adam":
-        raise UserError(f"torchtitan has no {optimizer.optimizer}: pass --optimizer adam")
+    refuse_unmapped(config, PACKAGE, "min_lr", "lr_decay_style", "lr_warmup_iters")
     if optimizer.lr_decay_style not in ("constant", "linear", "cosine"):
         raise UserError(
             f"the learning rate is not {optimizer.lr_decay_style} here: pass --lr-decay-style constant"
@@ -333,6 +330,10 @@ def _set_option(target: Any, name: str, text: str) -> None:
         value = json.loads(text)
     except json.JSONDecodeError:
         value = text
+    wanted, given = type(getattr(target, last)), type(value)
+    is_known = wanted in (bool, int, float, list, str)
+    if is_known and given is not wanted and (wanted, given) != (float, int):
+        raise UserError(f"--set {name}={text}: torchtitan wants a {wanted.__name__}")
     setattr(target, last, value)
 
 

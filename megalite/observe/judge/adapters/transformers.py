@@ -32,14 +32,8 @@ from transformers.trainer_pt_utils import nested_gather
 
 from megalite.config import Config
 from megalite.observe.judge.dtensors import piece_of
-from megalite.observe.judge.hf_models import (
-    check_optimizer,
-    from_megalite,
-    hf_class,
-    hf_config,
-    saved_tensors,
-)
-from megalite.observe.judge.program import Piece, Program
+from megalite.observe.judge.hf_models import from_megalite, hf_class, hf_config, saved_tensors
+from megalite.observe.judge.program import Piece, Program, refuse_unmapped, whole_number
 from megalite.observe.verify.layouts import Layout
 from megalite.utils.errors import UserError
 
@@ -67,7 +61,8 @@ class TransformersRun(Program):
         _refuse_unknown(layout, config, options)
         self._tp, dp = layout.size("tp"), layout.size("dp")
         self._dp, self._batch = dp, layout.mbs or config.training.micro_batch_size
-        self._masked = int(options["masked-token"]) if "masked-token" in options else None
+        masked = options.get("masked-token")
+        self._masked = None if masked is None else whole_number("masked-token", masked)
         self._folder = tempfile.TemporaryDirectory(prefix="judge-transformers-")
         model = _load_model(layout, config, options)
         arguments = _arguments(config, self._folder.name, self._num_microbatches(config), self._batch)
@@ -189,7 +184,7 @@ def _refuse_unknown(layout: Layout, config: Config, options: Mapping[str, str]) 
         raise UserError(f"layout {layout}: transformers cuts no expert of ep over tp: add etp1")
     if ep == 1 and "etp" in layout.sizes:
         raise UserError(f"layout {layout}: transformers cuts experts over all tp ranks: remove etp")
-    check_optimizer(config, PACKAGE)
+    refuse_unmapped(config, PACKAGE)
     if unknown := sorted(set(options) - set(_OPTIONS)):
         meanings = "; ".join(f"{name}: {meaning}" for name, meaning in _OPTIONS.items())
         raise UserError(f"--set {unknown[0]} is not known. {meanings}")

@@ -20,6 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megalite.config import Config
 from megalite.config.fields import MODEL_FIELDS, inactive_options
 from megalite.config.option import flag_of
+from megalite.observe.judge.program import refuse_unmapped
 from megalite.observe.verify.layouts import Layout
 from megalite.utils.errors import UserError
 
@@ -44,6 +45,9 @@ _ACTIVATIONS: Mapping[str, Mapping[str, Any]] = {
     "geglu_exact": {"activation_func": F.gelu, "gated_linear_unit": True},
     "reglu": {"activation_func": F.relu, "gated_linear_unit": True},
 }
+
+_SCHEDULE = ("lr_decay_style", "lr_decay_iters", "lr_warmup_iters", "lr_warmup_init")
+"""Fields of megalite's optimizer that Megatron's scheduler of the learning rate takes."""
 
 _OF_THE_PROGRAM = {
     *("architecture", "seq_length", "max_position_embeddings", "vocab_size", "make_vocab_size_divisible_by"),
@@ -153,6 +157,7 @@ def optimizer_values(config: Config) -> dict[str, Any]:
     names = {field.name for field in dataclasses.fields(OptimizerConfig)}
     same = names & {field.name for field in dataclasses.fields(ours)} - {"optimizer_cpu_offload"}
     same -= {"exp_avg_dtype", "exp_avg_sq_dtype", "optimizer_offload_fraction"}
+    refuse_unmapped(config, "megatron-core", *same, *_SCHEDULE)
     return {name: getattr(ours, name) for name in same}
 
 
