@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megalite.observe.judge.full_record import joined
+from megalite.observe.judge.full_record import join, joined
 from megalite.observe.judge.program import Piece, part_of
+from megalite.observe.judge.rank_record import RankRecord
 from megalite.utils.errors import UserError
 
 FULL = torch.arange(24.0).view(8, 3)
@@ -49,3 +50,9 @@ def test_ranks_that_disagree_are_named_with_their_sum() -> None:
 def test_a_nan_on_one_rank_is_a_disagreement() -> None:
     full = joined([{"x": Piece.whole(torch.tensor([value]))} for value in (1.0, torch.nan, 1.0)])["x"]
     assert full.disagreement != full.disagreement
+
+
+def test_the_coarsest_dtype_of_the_weights_is_kept() -> None:
+    weights = {"x": Piece.whole(torch.ones(2, dtype=torch.bfloat16)), "n": Piece.whole(torch.ones(2))}
+    rank = RankRecord(weights, weights, [], {}, weights, "", [])
+    assert join([rank]).eps == 2.0**-7
