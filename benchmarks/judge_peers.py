@@ -13,9 +13,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 
-import torch
-
-from megalite.cli.judge import judge_config
+from megalite.cli.judge import judge_config, random_samples
 from megalite.distributed.local_ranks import LocalRanks, RankError
 from megalite.observe.judge.judge import ProgramJudge
 from megalite.observe.judge.rank_record import Task, import_adapter
@@ -64,8 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             command = f"megalite judge {own.program} {' '.join(flags)} --layouts {','.join(names)} --quick"
             print(f"draw {number}: {command}", flush=True)
             config = judge_config(flags, 2, module)
-            samples = torch.zeros(2, 8, config.model.seq_length + 1, dtype=torch.int64)
-            task = Task(own.program, Layout(), config, {}, samples)
+            task = Task(own.program, Layout(), config, {}, random_samples(config))
             try:
                 verdict = ProgramJudge(module, task, ranks, None).run([Layout.parse(name) for name in names])
             except (UserError, RankError) as error:

@@ -24,6 +24,7 @@ from tempfile import TemporaryDirectory
 from types import ModuleType
 
 import torch
+from torch import Tensor
 
 from megalite.config import Config, check_config
 from megalite.config.fields import MODEL_FIELDS, fields_by_name, with_fields
@@ -74,13 +75,8 @@ def main(arguments: Sequence[str]) -> None:
     layouts = [Layout.parse(name) for name in names]
     _log_version(module)
     config = judge_config(rest, own.iterations, module)
-    batch_size, length = config.training.global_batch_size, config.model.seq_length + 1
-    assert batch_size is not None and config.model.vocab_size is not None
-    generator = torch.Generator().manual_seed(config.training.seed)
-    samples = torch.randint(
-        config.model.vocab_size, (own.iterations, batch_size, length), generator=generator
-    )
-    task = Task(own.program, Layout(), config, _options(own.set), samples, is_wide=not own.own_precision)
+    options, is_wide = _options(own.set), not own.own_precision
+    task = Task(own.program, Layout(), config, options, random_samples(config), is_wide=is_wide)
     with TemporaryDirectory(prefix="megalite-judge-") as folder, LocalRanks() as ranks:
         verdict = ProgramJudge(module, task, ranks, None if own.quick else Path(folder)).run(layouts)
     _log_verdict(verdict)
@@ -113,6 +109,15 @@ def judge_config(flags: Sequence[str], num_iterations: int, module: ModuleType) 
     config = with_fields(config, mock_data=not config.data.data_path)
     check_config(config, 1)
     return config
+
+
+def random_samples(config: Config) -> Tensor:
+    """Return tokens of all iterations, ``[iterations, global batch, sequence + 1]``, by the seed."""
+    training, model = config.training, config.model
+    assert training.train_iters and training.global_batch_size and model.vocab_size
+    shape = (training.train_iters, training.global_batch_size, model.seq_length + 1)
+    generator = torch.Generator().manual_seed(training.seed)
+    return torch.randint(model.vocab_size, shape, generator=generator)
 
 
 def _log_version(module: ModuleType) -> None:

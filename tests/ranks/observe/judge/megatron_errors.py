@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import wraps
+from types import MappingProxyType
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -40,6 +41,8 @@ class Error(NamedTuple):
         owner, name: the module or class, and the function's name in it.
         layout: a layout in which it shows.
         flags: the model that has it; by default a small Llama.
+        options: values of --set that it needs.
+        num_iterations: iterations of a run, or of a run and its resume, in which it shows.
     """
 
     owner: Any
@@ -47,6 +50,8 @@ class Error(NamedTuple):
     replace: Replace
     layout: str
     flags: tuple[str, ...] = ()
+    options: Mapping[str, str] = MappingProxyType({})
+    num_iterations: int = 2
 
 
 EXPERTS = ("--num-experts", "4", "--moe-router-topk", "2")
@@ -101,7 +106,7 @@ def scaled_by_expert_replicas(right: Callable[..., Any]) -> Callable[..., Any]:
     def wrong(group: Any, *args: Any, **kwargs: Any) -> Any:
         for bucket in group.buckets:
             if not getattr(next(iter(bucket.params)), "allreduce", True):
-                bucket.gradient_scaling_factor = 1.0 / group.intra_distributed_optimizer_instance_size
+                bucket.gradient_scaling_factor = 1.0 / group.data_parallel_group.size()
         return right(group, *args, **kwargs)
 
     return wrong
@@ -165,8 +170,8 @@ def group_of_model(right: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args: parallel_state.get_model_parallel_group()
 
 
-def no_context(right: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args: nullcontext()
+def times_replicas(right: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda chunk, factor: right(chunk, factor * parallel_state.get_data_parallel_world_size())
 
 
 def first_optimizer(right: Callable[..., Any]) -> Callable[..., Any]:
@@ -223,12 +228,12 @@ ERRORS = {
     "norm without experts": Error(
         optimizer.ChainedOptimizer, "get_grad_norm", first_optimizer, "dp2ep2", EXPERTS
     ),
-    "reduced in each microbatch": Error(
+    "divided by the tokens of a replica": Error(
         distributed_data_parallel.DistributedDataParallel,
-        "no_sync",
-        no_context,
+        "scale_gradients",
+        times_replicas,
         "dp2",
-        ("--set", "overlap_grad_reduce=true"),
+        options={"calculate_per_token_loss": "true"},
     ),
     "SwiGLU saved as one matrix": Error(mlp, "apply_swiglu_sharded_factory", same, "tp2"),
     "schedule not resumed": Error(
@@ -236,7 +241,8 @@ ERRORS = {
         "load_state_dict",
         nothing,
         "dp2",
-        ("--lr-warmup-iters", "2"),
+        ("--lr-warmup-iters", "3"),
+        num_iterations=4,  # the optimizer's state has the rate of the first one after a resume
     ),
 }
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
-from megalite.cli.judge import judge_config
+from megalite.cli.judge import judge_config, random_samples
 from megalite.distributed.local_ranks import LocalRanks
 from megalite.observe.judge.judge import ProgramJudge
 from megalite.observe.judge.rank_record import Task, import_adapter
@@ -24,16 +23,9 @@ def test_each_error_is_found(tmp_path: Path) -> None:
     missed = []
     with LocalRanks() as ranks:
         for number, (name, error) in enumerate(module.ERRORS.items()):
-            flags, options = list(error.flags), {"error": name}
-            if "--set" in flags:
-                place = flags.index("--set")
-                options |= [flags[place + 1].split("=")]
-                del flags[place : place + 2]
-            config = judge_config(flags, 2, module)
-            samples = torch.zeros(
-                2, 8, config.model.seq_length + 1, dtype=torch.int64
-            )  # megalite's replace them
-            task = Task(PROGRAM, Layout(), config, options, samples)
+            config = judge_config(error.flags, error.num_iterations, module)
+            samples = random_samples(config)
+            task = Task(PROGRAM, Layout(), config, {"error": name, **error.options}, samples)
             folder = tmp_path / str(number)
             folder.mkdir()
             judge = ProgramJudge(module, task, ranks, folder if name in OF_RESUMES else None)
