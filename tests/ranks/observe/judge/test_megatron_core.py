@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 
-from megalite.cli.judge import main
+from megalite.cli.judge import judge_config, main, random_samples
+from megalite.distributed.local_ranks import LocalRanks
+from megalite.observe.judge.judge import ProgramJudge
+from megalite.observe.judge.rank_record import Task, import_adapter
+from megalite.observe.verify.layouts import Layout
 
 pytest.importorskip("megatron.core")
 TWO_LAYERS = ("--preset", "llama-tiny", "--num-layers", "2", "--lr-decay-style", "constant")
+WITH_ERRORS = str(Path(__file__).with_name("megatron_errors.py"))
+NUM_ERRORS = 22
+SHOWN_BY_RESUMES = ("SwiGLU saved as one matrix", "schedule not resumed")
 
 
 def _judged(*arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
@@ -30,3 +40,22 @@ def test_gathered_logits_before_a_loss_over_vocabulary_parts(
     log = _judged("--layouts", "tp2", "--quick", "--set", "parallel_output=False", capsys=capsys)
     assert "NOT the same run: tp2" in log
     assert "the loss of iteration 1" in log
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[LocalRanks]:
+    with LocalRanks() as ranks:
+        yield ranks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(NUM_ERRORS))
+def test_an_injected_error_is_found(ranks: LocalRanks, number: int, tmp_path: Path) -> None:
+    module = import_adapter(WITH_ERRORS)
+    assert len(module.ERRORS) == NUM_ERRORS
+    name, error = list(module.ERRORS.items())[number]
+    config = judge_config(error.flags, error.num_iterations, module)
+    task = Task(WITH_ERRORS, Layout(), config, {"error": name, **error.options}, random_samples(config))
+    folder = tmp_path if name in SHOWN_BY_RESUMES else None
+    verdict = ProgramJudge(module, task, ranks, folder).run([Layout.parse(error.layout)])
+    assert [each for each in verdict.different if each != "megalite"], name
