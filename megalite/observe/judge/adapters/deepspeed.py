@@ -76,16 +76,17 @@ class DeepSpeedRun(Program):
         # An engine cuts weights that are their own positions, counted from 1, so that 0 is padding. It has no
         # 16 bits, which would round them.
         model = self._model()
-        self._shapes = {name: tuple(each.shape) for name, each in saved_tensors(model).items()}
+        drawn = {name: each.detach().clone() for name, each in saved_tensors(model).items()}
+        self._shapes = {name: tuple(each.shape) for name, each in drawn.items()}
         numbered = {
-            name: torch.arange(1.0, 1.0 + each.numel()).view(each.shape)
-            for name, each in saved_tensors(model).items()
+            name: torch.arange(1.0, 1.0 + each.numel()).view(each.shape) for name, each in drawn.items()
         }
         self._start(model, numbered, {**self._settings, "bf16": {}, "fp16": {}})
         self._positions = {
             name: None if _equal(local, numbered[name]) else local.round().long() - 1
             for name, local in self._local_weights()
         }
+        self.load(drawn)
 
     def _model(self) -> nn.Module:
         torch.manual_seed(self._config.training.seed)
