@@ -28,10 +28,7 @@ from megalite.utils import torch_private
 from tests.programs import run_program
 
 ROOT = Path(__file__).parents[3] / "megalite"
-ADAPTERS = ROOT / "judge/adapters"  # they use private names of the packages that they judge
-FILES = [
-    path for path in sorted(ROOT.rglob("*.py")) if path.name != "torch_private.py" and path.parent != ADAPTERS
-]
+FILES = [path for path in sorted(ROOT.rglob("*.py")) if path.name != "torch_private.py"]
 STANDARD_LIBRARY = {
     *("_asdict", "_fields", "_replace"),  # of named tuples
     *("_current_frames", "_exit", "_run_exitfuncs", "_TemporaryFileWrapper"),

@@ -11,35 +11,29 @@ pp2dpv DualPipeV. +full and +selective are activation checkpointing.
 
 from __future__ import annotations
 
-import dataclasses
 import gc
-import itertools
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchtitan.components.dataloader import BaseDataLoader
-from torchtitan.components.metrics import DeviceMemStats, MetricsProcessor
-from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
+from torch.distributed.tensor import debug as dtensor_debug
+from torchtitan.components.metrics import DeviceMemStats
+from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import parallel_dims as titan_axes
 from torchtitan.distributed import utils as titan_distributed
-from torchtitan.distributed.pipeline_parallel import generate_llm_fqn_per_model_part
-from torchtitan.models.attention import ScaledDotProductAttentionWrapper
-from torchtitan.models.moe import kernels as permutation_kernels
-from torchtitan.protocols import train_spec
 from torchtitan.tools import logging as titan_logging
 from torchtitan.tools import utils as titan_utils
-from torchtitan.train import Trainer
 
 from megalite.config import Config
-from megalite.frontends.huggingface.families import family_of, to_hf
-from megalite.observe.judge.cpu_attention import flash_attention
+from megalite.frontends.huggingface.families import to_hf
 from megalite.observe.judge.dtensors import piece_of
 from megalite.observe.judge.program import Piece, Program, refuse_unmapped, whole_number
 from megalite.observe.verify.layouts import Layout
@@ -47,7 +41,7 @@ from megalite.utils.errors import UserError
 from megalite.utils.torch_private import disable_context_parallelism
 
 PACKAGE = "torchtitan"
-VERSIONS = ("0.2.2",)
+VERSIONS = ("0.2.2", "0.3.0")
 DEFAULTS = {"weight_decay": 0.0}  # torchtitan also decays norms, and megalite does not
 LAYOUTS = (
     *("dp2", "tp2", "cp2", "pp2", "dp2shard1", "dp4shard2", "dp2tp2", "pp2dp2"),
@@ -57,24 +51,9 @@ LAYOUTS = (
 for _module in (titan_utils, titan_axes, titan_distributed):
     _module.device_type, _module.device_module = "cpu", torch.cpu
 
-
-def _histc(values: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Return torch.histc, which counts integers on GPUs only, of numbers of any dtype."""
-    return _FLOAT_HISTC(values.double(), *args, **kwargs).to(values.dtype)
-
-
-_FLOAT_HISTC = torch.histc
-torch.histc = _histc  # type: ignore[assignment]
-
-
-def _attend(
-    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = True, **options: Any
-) -> Tensor:
-    return flash_attention(q, k, v, is_causal=is_causal, **options)
-
-
-permutation_kernels.fill_indices_wrapper = permutation_kernels.fill_indices_cpu
-ScaledDotProductAttentionWrapper.forward = _attend  # a GPU's operator, because the CPU's knows no DTensors
+_VERSION = "configurable" if find_spec("torchtitan.trainer") else "job_config"
+titan = import_module(f"megalite.observe.judge.adapters.titan.{_VERSION}")
+"""What differs by torchtitan's version."""
 
 _SCHEDULES = {
     None: "1F1B",
@@ -85,209 +64,68 @@ _SCHEDULES = {
 }
 """torchtitan's schedules by those of a layout."""
 _SWITCHES = ("sp", "zero3", "kept", "full", "selective")
-_NUMBERS = itertools.count()
-
-Settings = Mapping[str, Any]
-_COMMON = {
-    "dim": "hidden_size",
-    "n_layers": "num_hidden_layers",
-    "n_heads": "num_attention_heads",
-    "vocab_size": "vocab_size",
-    "norm_eps": "rms_norm_eps",
-    "rope_theta": "rope_theta",
-}
-"""transformers' settings by the arguments of all of torchtitan's models."""
-_FIXED = {
-    **dict.fromkeys(("attention_bias", "mlp_bias", "use_sliding_window"), False),
-    "attention_dropout": 0.0,
-    "hidden_act": "silu",
-    "mlp_only_layers": [],
-    "decoder_sparse_step": 1,
-    "rope_interleave": True,
-}
-"""Settings of transformers that torchtitan's models do not have, with the values that they need."""
-_EXPERTS = {"score_before_experts": False, "use_grouped_mm": False}  # grouped_mm computes in bf16
-
-
-def _llama3(hf: Settings) -> dict[str, Any]:
-    _require(hf, tie_word_embeddings=False, head_dim=hf["hidden_size"] // hf["num_attention_heads"])
-    scaling = {"rope_type": "llama3", "factor": 1.0, **(hf.get("rope_scaling") or {})}
-    _require(scaling, rope_type="llama3")
-    return {
-        "n_kv_heads": hf["num_key_value_heads"],
-        "multiple_of": 1,
-        "ffn_dim_multiplier": (hf["intermediate_size"] + 0.5)
-        / int(8 * hf["hidden_size"] / 3),  # rounded down
-        "rope_scaling_args": {
-            "scaling_factor" if name == "factor" else name: value
-            for name, value in scaling.items()
-            if name != "rope_type"
-        },
-    }
-
-
-def _qwen3(hf: Settings) -> dict[str, Any]:
-    _require(hf, rope_scaling=None)
-    return {
-        "n_kv_heads": hf["num_key_value_heads"],
-        "head_dim": hf["head_dim"],
-        "hidden_dim": hf["intermediate_size"],
-        "enable_weight_tying": hf["tie_word_embeddings"],
-    }
-
-
-def _qwen3_moe(hf: Settings) -> dict[str, Any]:
-    experts = {
-        "num_experts": hf["num_experts"],
-        "num_shared_experts": 0,
-        "top_k": hf["num_experts_per_tok"],
-        "score_func": "softmax",
-        "route_norm": hf["norm_topk_prob"],
-        "load_balance_coeff": None,
-    }
-    args = {"moe_enabled": True, "moe_inter_dim": hf["moe_intermediate_size"]}
-    return _qwen3(hf) | args | {"moe_args": _EXPERTS | experts}
-
-
-def _deepseek_v3(hf: Settings) -> dict[str, Any]:
-    _require(hf, tie_word_embeddings=False, rope_scaling=None, num_key_value_heads=hf["num_attention_heads"])
-    _require(hf, rms_norm_eps=1e-6)  # of its latents, whose norms here have the epsilon of the others
-    has_groups = hf["n_group"] > 1
-    experts = {
-        "num_experts": hf["n_routed_experts"],
-        "num_shared_experts": hf["n_shared_experts"],
-        "top_k": hf["num_experts_per_tok"],
-        "score_func": "sigmoid",
-        "route_norm": True,
-        "route_scale": hf["routed_scaling_factor"],
-        "num_expert_groups": hf["n_group"] if has_groups else None,
-        "num_limited_groups": hf["topk_group"] if has_groups else None,
-    }
-    sizes = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    return {
-        "inter_dim": hf["intermediate_size"],
-        "moe_inter_dim": hf["moe_intermediate_size"],
-        "n_dense_layers": hf["first_k_dense_replace"],
-        "q_lora_rank": hf["q_lora_rank"] or 0,
-        **{name: hf[name] for name in sizes},
-        "moe_args": _EXPERTS | experts,
-    }
-
-
-_MODELS: dict[str, tuple[str, Callable[[Settings], dict[str, Any]]]] = {
-    "llama": ("llama3", _llama3),
-    "qwen3": ("qwen3", _qwen3),
-    "qwen3_moe": ("qwen3", _qwen3_moe),
-    "deepseek_v3": ("deepseek_v3", _deepseek_v3),
-}
-"""torchtitan's model, and its other arguments from transformers' settings, by transformers' name of it."""
 
 
 def build(layout: Layout, config: Config, options: Mapping[str, str]) -> Program:
     """Return torchtitan's trainer for this rank.
 
     Args:
-        options: fields of torchtitan's JobConfig, such as ``parallelism.disable_loss_parallel=true``;
+        options: fields of its configuration, such as ``parallelism.context_parallel_load_balancer=null``;
             ``args.NAME`` for an argument of its model; ``accumulation`` for the number of steps of a pipeline
             in an iteration; ``tokens=true`` compares the logged number of tokens, too.
 
     Raises:
         UserError: torchtitan has no such layout, model or option.
     """
-    name, args = _model_args(config)
-    job = _job_config(layout, config, whole_number("accumulation", options.get("accumulation", "1")))
+    name, args = titan.model_of(config)
+    job = _job_of(layout, config, whole_number("accumulation", options.get("accumulation", "1")))
     for option, text in options.items():
         if option.startswith("args."):
             _set_option(args, option.removeprefix("args."), text)
         elif option not in ("accumulation", "tokens"):
             _set_option(job, option, text)
     log = _Log(counts_tokens=options.get("tokens") == "true")
-    spec = dataclasses.replace(
-        train_spec.get_train_spec(name),
-        model_args={"judged": args},
-        build_tokenizer_fn=None,
-        build_dataloader_fn=lambda **_: _NoData(),
-        build_metrics_processor_fn=lambda *_: log,
-        build_validator_fn=None,
-    )
-    job.model.name, job.model.flavor = f"judged {next(_NUMBERS)}", "judged"
-    train_spec.register_train_spec(job.model.name, spec)
     TORCH_DTYPE_MAP["float32"] = torch.get_default_dtype()  # fp64 if the judge widens the program
     os.environ["LOCAL_RANK"] = "0"  # the number of its device
     titan_logging.logger.addHandler(logging.NullHandler())
     try:
-        return _TrainerProgram(Trainer(job), log)
+        trainer = titan.new_trainer(job, name, args, log, _NoData())
+        return _TrainerProgram(trainer, job, log)
     except (AssertionError, NotImplementedError, ValueError) as error:
         raise UserError(f"torchtitan refuses layout {layout}: {' '.join(str(error).split())}") from error
 
 
 def from_megalite(config: Config, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return megalite's tensors as torchtitan converts them from the hub's names and shapes."""
-    name, args = _model_args(config)
-    adapter = train_spec.get_train_spec(name).state_dict_adapter
-    assert adapter is not None
-    converted: dict[str, Tensor] = adapter(args, None).from_hf(to_hf(full, config.model))
+    name, args = titan.model_of(config)
+    converted: dict[str, Tensor] = titan.from_hf(name, args, to_hf(full, config.model))
     return converted
 
 
-def _require(hf: Settings, **needed: Any) -> None:
-    """Raise `UserError` if one of transformers' settings has another value than torchtitan's model needs."""
-    for name, value in needed.items():
-        if hf.get(name, value) != value:
-            raise UserError(f"torchtitan's model cannot have {name} {hf[name]} (needs {value})")
-
-
-def _model_args(config: Config) -> tuple[str, Any]:
-    """Return torchtitan's name of a model, and its arguments."""
-    model, family = config.model, family_of(config.model)
-    if family.model_type not in _MODELS:
-        raise UserError(f"torchtitan has no {family.model_type}: describe one of {', '.join(_MODELS)}")
-    if model.has_experts and model.moe_router_load_balancing_type != "none":
-        raise UserError("torchtitan has no loss for balance: pass --moe-router-load-balancing-type none")
-    hf = family.settings(model)
-    _require(hf, **_FIXED)
-    name, others = _MODELS[family.model_type]
-    args = type(next(iter(train_spec.get_train_spec(name).model_args.values())))()
-    values = {argument: hf[setting] for argument, setting in _COMMON.items()} | others(hf)
-    for field, value in values.items():
-        if isinstance(value, dict):
-            value = dataclasses.replace(getattr(args, field), **value)
-        setattr(args, field, value)
-    if model.moe_router_enable_expert_bias:
-        args.moe_args.load_balance_coeff = model.moe_router_bias_update_rate or None
-    return name, args
-
-
-def _job_config(layout: Layout, config: Config, num_pipeline_steps: int) -> JobConfig:
+def _job_of(layout: Layout, config: Config, num_pipeline_steps: int) -> Any:
     """Return torchtitan's configuration of the run in a layout."""
     if unknown := [each for each in layout.switches if each not in _SWITCHES]:
         raise UserError(f"torchtitan has no +{unknown[0]}: the switches are +{', +'.join(_SWITCHES)}")
-    optimizer, tp, pp, dp = config.optimizer, layout.size("tp"), layout.size("pp"), layout.size("dp")
+    optimizer, pp, dp = config.optimizer, layout.size("pp"), layout.size("dp")
     refuse_unmapped(config, PACKAGE, "min_lr", "lr_decay_style", "lr_warmup_iters")
     if optimizer.lr_decay_style not in ("constant", "linear", "cosine"):
         raise UserError(
             f"the learning rate is not {optimizer.lr_decay_style} here: pass --lr-decay-style constant"
         )
     shard = dp if layout.shard is None else layout.shard
-    if shard == 1 < dp and layout.world_size > dp:
-        raise UserError(f"torchtitan's DDP is alone: remove shard1 from layout {layout}")
-
-    job = JobConfig()
+    job = titan.new_job(layout, config)
     job.parallelism.data_parallel_replicate_degree = dp // shard
     job.parallelism.data_parallel_shard_degree = shard
     job.parallelism.fsdp_reshard_after_forward = "never" if "kept" in layout.switches else "default"
-    job.parallelism.tensor_parallel_degree = tp
+    job.parallelism.tensor_parallel_degree = layout.size("tp")
     job.parallelism.context_parallel_degree = layout.size("cp")
     job.parallelism.pipeline_parallel_degree = pp
     job.parallelism.expert_parallel_degree = layout.size("ep")
-    job.parallelism.expert_tensor_parallel_degree = layout.sizes.get(
-        "etp", tp if layout.size("ep") > 1 else 1
-    )
     job.parallelism.pipeline_parallel_schedule = (
         "Interleaved1F1B" if layout.v else _SCHEDULES[layout.schedule]
     )
     if layout.v:
-        names = generate_llm_fqn_per_model_part(pp * layout.v, config.model.num_layers)
+        names = titan.stage_names(pp * layout.v, config.model.num_layers)
         job.parallelism.module_fqns_per_model_part = names
     micro_batch_size = layout.mbs or config.training.micro_batch_size
     job.parallelism.pipeline_parallel_microbatch_size = micro_batch_size
@@ -300,12 +138,6 @@ def _job_config(layout: Layout, config: Config, num_pipeline_steps: int) -> JobC
     job.training.mixed_precision_param = "float32"
     job.training.max_norm = optimizer.clip_grad or float("inf")
     job.training.steps = config.training.train_iters or job.training.steps
-    modes = [each for each in layout.switches if each in ("full", "selective")]
-    job.activation_checkpoint.mode = modes[0] if modes else "none"
-
-    job.optimizer.lr, job.optimizer.eps = optimizer.lr, optimizer.adam_eps
-    job.optimizer.beta1, job.optimizer.beta2 = optimizer.adam_beta1, optimizer.adam_beta2
-    job.optimizer.weight_decay = optimizer.weight_decay
     job.lr_scheduler.warmup_steps = optimizer.lr_warmup_iters
     if optimizer.lr_decay_style == "constant":
         job.lr_scheduler.decay_ratio = 0.0
@@ -324,7 +156,7 @@ def _set_option(target: Any, name: str, text: str) -> None:
         target = getattr(target, part, None)
     if not hasattr(target, last):
         raise UserError(
-            f"torchtitan has no option {name}: write a path in its JobConfig, such as training.seq_len"
+            f"torchtitan has no option {name}: write a path in its configuration, such as training.seq_len"
         )
     try:
         value = json.loads(text)
@@ -337,7 +169,7 @@ def _set_option(target: Any, name: str, text: str) -> None:
     setattr(target, last, value)
 
 
-class _NoData(BaseDataLoader):
+class _NoData:
     """Dataloader of a trainer whose samples come from the judge."""
 
     def __iter__(self) -> Iterator[Any]:
@@ -350,7 +182,7 @@ class _NoData(BaseDataLoader):
         pass
 
 
-class _Log(MetricsProcessor):
+class _Log:
     """Numbers that the trainer logs for an iteration, instead of their log; it also asks for GPU memory."""
 
     def __init__(self, counts_tokens: bool) -> None:
@@ -380,7 +212,7 @@ class _Log(MetricsProcessor):
         self.logged = {
             "loss": global_avg_loss,
             "gradient norm": grad_norm,
-            "learning rate": extra["lr"],
+            "learning rate": next(value for name, value in extra.items() if name.startswith("lr")),
         }
         if self.counts_tokens:
             self.logged["tokens"] = extra["n_tokens_seen"]
@@ -405,8 +237,8 @@ class _Held:
 class _TrainerProgram(Program):
     """torchtitan's trainer on one rank. Its iteration runs up to the update within `backward`."""
 
-    def __init__(self, trainer: Any, log: _Log) -> None:
-        self.trainer, self.log = trainer, log
+    def __init__(self, trainer: Any, job: Any, log: _Log) -> None:
+        self.trainer, self.job, self.log = trainer, job, log
         self.unclipped: dict[str, Piece] = {}
         trainer.optimizers = _Held(trainer.optimizers)
         trainer.lr_schedulers = _Held(trainer.lr_schedulers)
@@ -430,12 +262,10 @@ class _TrainerProgram(Program):
         if trainer.parallel_dims.dp_enabled:
             mesh = trainer.parallel_dims.get_mesh("batch")
             ranks, rank = mesh.size(), mesh.get_local_rank()
-        batches = samples.chunk(ranks)[rank].split(trainer.job_config.training.local_batch_size)
+        batches = titan.batches_of(self.job, samples.chunk(ranks)[rank])
         trainer.step += 1
         with self._unclipped_gradients():
-            trainer.train_step(
-                trainer.batch_generator([({"input": each[:, :-1]}, each[:, 1:]) for each in batches])
-            )
+            trainer.train_step(trainer.batch_generator(batches))
         knows_loss = not trainer.parallel_dims.pp_enabled or trainer.pp_has_last_stage
         return {"loss": self.log.logged["loss"]} if knows_loss else {}
 
@@ -480,6 +310,7 @@ class _TrainerProgram(Program):
     def close(self) -> None:
         self.trainer.close()
         disable_context_parallelism()
+        dtensor_debug._clear_sharding_prop_cache()  # which has the meshes of this run
         gc.enable()  # the trainer has disabled it
 
 
