@@ -72,6 +72,7 @@ class Router(nn.Module):
         expert_loads: ``[e]``, the parts of the last global batch's choices that the experts had, by which the
             balance loss weighs them; None with another balance loss.
         num_tokens: ``[e]``, how often each expert was selected in the iteration, on this rank.
+        num_counted: the same of the experts that the balance loss counts.
         statistics: counts the tokens of the iteration for the log; None if it is not due.
         choice_observer: records or replaces the experts of tokens; None in a usual run.
     """
@@ -101,6 +102,7 @@ class Router(nn.Module):
         has_loads = is_global and BALANCE_LOSS in self.term_names
         self.register_buffer("expert_loads", new_buffer(even, context) if has_loads else None)
         self.num_tokens = torch.zeros(self.num_experts, dtype=torch.int64, device=context.device)
+        self.num_counted = torch.zeros_like(self.num_tokens)
         self.random_key = site_key(context.seed, "moe_router_force_load_balancing")
         self.statistics: RoutingStatistics | None = None
         self.choice_observer: ChoiceObserver | None = None
@@ -133,11 +135,24 @@ class Router(nn.Module):
         scores = logits.softmax(-1) if is_softmax else logits.sigmoid()
         ranking = partial(self._ranking, logits.detach(), scores.detach(), sample_numbers)
         experts, is_first = choose(lambda: self._select(ranking(), sample_numbers))
+        counted = self._counted(scores.detach(), experts)
         if is_first and torch.is_grad_enabled():
-            self._count(experts, scores.detach(), is_real)
-        weights, terms = self._weights(logits, scores, experts), self._terms(logits, scores, experts, is_real)
+            self._count(experts, counted, scores.detach(), is_real)
+        weights, terms = self._weights(logits, scores, experts), self._terms(logits, scores, counted, is_real)
         kept = self._kept(experts, weights.detach(), sample_numbers, is_real)
         return Routing(weights.to(x.dtype), kept, terms)
+
+    def _counted(self, scores: Tensor, experts: Tensor) -> Tensor:
+        """Return the experts ``[s, b, k]`` that the balance loss counts.
+
+        Where a bias or groups select others, these are the experts with the highest scores, as in DeepSeek-V3
+        (DeepSeek-AI 2024, equation 18) and Megatron-LM.
+        """
+        if BALANCE_LOSS not in self.term_names:
+            return experts
+        if self.expert_bias is None and self.config.moe_router_num_groups is None:
+            return experts
+        return choose(lambda: highest(scores, self.topk))[0]
 
     def _weights(self, logits: Tensor, scores: Tensor, experts: Tensor) -> Tensor:
         """Return the weights ``[s, b, k]`` of the selected experts."""
@@ -151,12 +166,12 @@ class Router(nn.Module):
         factor = self.config.moe_router_topk_scaling_factor
         return weights if factor == 1.0 else weights * factor
 
-    def _terms(self, logits: Tensor, scores: Tensor, experts: Tensor, is_real: Tensor | None) -> Terms:
+    def _terms(self, logits: Tensor, scores: Tensor, counted: Tensor, is_real: Tensor | None) -> Terms:
         """Return the terms of the loss by name: means over all tokens but padding."""
         terms = {}
         if BALANCE_LOSS in self.term_names:
             is_softmax = self.config.moe_router_score_function == "softmax"
-            balance = self._balance_loss(scores if is_softmax else shares_of(scores), experts, is_real)
+            balance = self._balance_loss(scores if is_softmax else shares_of(scores), counted, is_real)
             terms[BALANCE_LOSS] = LossTerm(balance, REAL_TOKEN, self.config.moe_aux_loss_coeff)
         if ROUTER_Z_LOSS in self.term_names:
             squares = logits.logsumexp(-1).square()  # [s, b]
@@ -249,7 +264,7 @@ class Router(nn.Module):
             of_groups.append(scores.expand(-1, len(numbers), -1))
         return of_groups[0] if len(of_groups) == 1 else torch.cat(of_groups, dim=1)
 
-    def _balance_loss(self, shares: Tensor, experts: Tensor, is_real: Tensor | None) -> Tensor:
+    def _balance_loss(self, shares: Tensor, counted: Tensor, is_real: Tensor | None) -> Tensor:
         """Return the balance loss, summed over the microbatch's tokens but padding.
 
         It is ``e sum_i f_i p_i``: f_i is the part of the choices that expert i has, and p_i the mean of the
@@ -261,13 +276,13 @@ class Router(nn.Module):
 
         Args:
             shares: ``[s, b, e]``, which add up to 1 over the experts.
-            experts: ``[s, b, k]``.
+            counted: the experts that count, ``[s, b, k]``.
         """
         if is_real is not None:
             shares = shares.where(is_real.unsqueeze(-1), 0.0)
         if self.expert_loads is not None:
             return self._over_tokens((shares * self.expert_loads).sum() * self.num_experts)
-        selected = self._of_real(experts, is_real).transpose(0, 1).flatten(1)  # [b, s k]
+        selected = self._of_real(counted, is_real).transpose(0, 1).flatten(1)  # [b, s k]
         counts, sums = self._counts(selected).to(shares.dtype), shares.sum(0)  # [b, e]
         if self.config.moe_router_load_balancing_type == "aux_loss":
             counts, sums = counts.sum(0, keepdim=True), sums.sum(0, keepdim=True)  # [1, e]
@@ -277,13 +292,15 @@ class Router(nn.Module):
         num_rows = counts.sum(1, keepdim=True).clamp_min(1.0)  # a sample may be padding only
         return self._over_tokens((sums * counts / num_rows).sum() * self.num_experts)
 
-    def _count(self, experts: Tensor, scores: Tensor, is_real: Tensor | None) -> None:
+    def _count(self, experts: Tensor, counted: Tensor, scores: Tensor, is_real: Tensor | None) -> None:
         """Count the tokens of a microbatch, for `ExpertBalance` and for the log."""
         if not self.is_adjusted and self.statistics is None:
             return
         counts = self._counts(self._of_real(experts, is_real).flatten())
         if self.is_adjusted and not self.config.moe_router_force_load_balancing:
             self.num_tokens += counts
+            if self.expert_loads is not None:
+                self.num_counted += self._counts(self._of_real(counted, is_real).flatten())
         if self.statistics is not None:
             self.statistics.add(counts, shares_of(scores), is_real)
 

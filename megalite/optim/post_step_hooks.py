@@ -56,17 +56,19 @@ class ExpertBalance:
         """Forget the counts before an iteration."""
         for router in self.routers:
             router.num_tokens.zero_()
+            router.num_counted.zero_()
 
     @torch.no_grad()
     def step(self, is_good: Tensor) -> None:
         """Change biases and loads; all ranks that hold the same layers must call it."""
-        counts = torch.stack([router.num_tokens for router in self.routers])  # [L, e]
-        sum_over_tokens(counts, self.routers[0].weight, self.topology)
-        totals = counts.sum(1, keepdim=True)
-        signs = (counts * counts.shape[1] - totals).sign()
+        of_routers = [torch.stack((router.num_tokens, router.num_counted)) for router in self.routers]
+        sum_over_tokens(counts := torch.stack(of_routers), self.routers[0].weight, self.topology)  # [L, 2, e]
+        selected, counted = counts.unbind(1)
+        signs = (selected * selected.shape[1] - selected.sum(1, keepdim=True)).sign()
+        totals = counted.sum(1, keepdim=True)
         has_counts = is_good & (totals > 0)  # [L, 1]; forced balance counts nothing
         for router, sign, count, total, has_count in zip(
-            self.routers, signs, counts, totals, has_counts, strict=True
+            self.routers, signs, counted, totals, has_counts, strict=True
         ):
             if router.expert_bias is not None:
                 change = torch.where(is_good, sign, 0).to(router.expert_bias.dtype)

@@ -1,8 +1,7 @@
 """The terms, choices and counts of a router with padding, and the update of its biases, are megatron-core's.
 
-Its balance losses count the experts with the highest scores, whatever bias or group has selected others. Ours
-count the selected ones: they are passed to its function. It also divides the counts of all samples by their
-mean length. Its function computes our seq_aux_loss sample by sample.
+It divides the counts of all samples by their mean length. Its function computes our seq_aux_loss sample by
+sample.
 """
 
 from __future__ import annotations
@@ -66,12 +65,11 @@ def _their_balance(router: Router, logits: Tensor, is_padding: Tensor) -> Tensor
         is_padding: bool ``[n]``.
     """
     score_function = router.config.moe_router_score_function
-    _, scores = moe_utils.compute_routing_scores_for_aux_loss(
+    counted, scores = moe_utils.compute_routing_scores_for_aux_loss(
         logits, TOPK, score_function, padding_mask=is_padding
     )
-    counts = (_their_selection(router, logits)[1] & ~is_padding[:, None]).sum(0)
     num_tokens = int((~is_padding).sum())
-    loss = moe_utils.switch_load_balancing_loss_func(scores, counts, num_tokens, TOPK, EXPERTS, 1.0)
+    loss = moe_utils.switch_load_balancing_loss_func(scores, counted.sum(0), num_tokens, TOPK, EXPERTS, 1.0)
     total: Tensor = loss * num_tokens
     return total
 
@@ -87,7 +85,9 @@ def test_a_router_with_padding_is_megatrons(
     weights, selected = _their_selection(router, logits)
     counts = (selected & is_real.flatten()[:, None]).sum(0)
     if router.expert_loads is not None:  # those of an iteration before, which had the same tokens
-        router.expert_loads.copy_(counts / counts.sum().double())
+        router(x, None, is_real)
+        ExpertBalance(one_rank, [router], 0.0).step(torch.tensor(True))
+        router.num_tokens.zero_()
     router.statistics = RoutingStatistics(EXPERTS, torch.device("cpu"))
     found = router(x, None, is_real)
     assert torch.equal(router.statistics.num_tokens, counts) and counts.unique().numel() > 2

@@ -63,7 +63,7 @@ def test_equal_use_keeps_the_bias(one_rank) -> None:
 def test_the_loads_are_those_of_the_counts(is_good: bool, one_rank) -> None:
     config = replace(CONFIG, moe_router_load_balancing_type="global_aux_loss")
     router = Router(config, LayerContext(one_rank, torch.float64))
-    router.num_tokens.copy_(torch.tensor([3, 5, 4, 0, 8]))
+    router.num_counted.copy_(torch.tensor([3, 5, 4, 0, 8]))
     balance = ExpertBalance(one_rank, [router], rate=0.25)
     balance.step(torch.tensor(is_good))
     expected = [0.15, 0.25, 0.2, 0.0, 0.4] if is_good else [0.2] * 5
