@@ -10,7 +10,7 @@ from torch import Tensor
 from megalite.config import Config
 from megalite.data.batch.microbatch import LM_LOSS
 from megalite.distributed.topology import Topology
-from megalite.observe.verify.record_run import gather_stage
+from megalite.observe.verify.record_run import gather_buffers, gather_stage
 from megalite.train.run_context import build_data, resolve_run
 from megalite.train.trainer import Trainer
 
@@ -21,7 +21,8 @@ class OwnRun(NamedTuple):
     """Megalite's run on one rank.
 
     Attributes:
-        start, gradients, weights: by parameter: before the first iteration, in it, and after the last one.
+        start, weights: parameters and saved buffers, before the first iteration and after the last one.
+        gradients: those of the first iteration, by parameter.
         samples: ``[iterations, global batch, sequence + 1]``.
         reports: figures of each iteration, by the names that adapters use.
     """
@@ -45,7 +46,7 @@ def record_ours(topology: Topology, config: Config, num_iterations: int) -> OwnR
             if not gradients:
                 gradients.update(gather_stage(trainer, trainer.optimizer.gradient))
 
-        start = gather_stage(trainer, trainer.optimizer.weight)
+        start = gather_stage(trainer, trainer.optimizer.weight) | gather_buffers(trainer)
         trainer.train_step.before_update.append(keep_gradients)
         for _ in range(num_iterations):
             samples.append(_samples(trainer))
@@ -59,7 +60,7 @@ def record_ours(topology: Topology, config: Config, num_iterations: int) -> OwnR
                 }
             )
         trainer.optimizer.finish_weights()
-        weights = gather_stage(trainer, trainer.optimizer.weight)
+        weights = gather_stage(trainer, trainer.optimizer.weight) | gather_buffers(trainer)
         return OwnRun(start, torch.stack(samples), gradients, weights, reports)
 
 

@@ -156,7 +156,7 @@ def record_rank(
         if counted is not None:
             expert_use = _figures(loads_of_layers(end_counts(trainer), trainer))
         trainer.optimizer.finish_weights()
-        weights = gather_stage(trainer, trainer.optimizer.weight) | _gather_buffers(trainer)
+        weights = gather_stage(trainer, trainer.optimizer.weight) | gather_buffers(trainer)
         if trainer.optimizer.averages is not None:
             with trainer.averaged_weights():
                 trainer.optimizer.finish_weights()
@@ -254,7 +254,7 @@ def gather_stage(trainer: Trainer, local: Callable[[str], Tensor]) -> dict[str, 
     return full if topology.is_first_outside(topology.pp) else {}
 
 
-def _gather_buffers(trainer: Trainer) -> dict[str, Tensor]:
+def gather_buffers(trainer: Trainer) -> dict[str, Tensor]:
     """Gather the full buffers that checkpoints hold on one rank of each pipeline stage, in fp64."""
     topology = trainer.topology
     full = {
