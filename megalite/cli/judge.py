@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from megalite.config import Config, check_config
+from megalite.config.data import DOCUMENT_OPTIONS
 from megalite.config.fields import MODEL_FIELDS, fields_by_name, with_fields
 from megalite.config.option import flag_of
 from megalite.distributed.local_ranks import LocalRanks
@@ -47,8 +48,10 @@ DEFAULTS = {
     "lr_decay_style": "constant",
 }
 """Fields that no flag has to set."""
-READ = {"micro_batch_size", "global_batch_size", "seed", "moe_token_dispatcher_type"}
+READ_FIELDS = {"micro_batch_size", "global_batch_size", "seed", "moe_token_dispatcher_type"}
 """Fields that a judgement reads beside those of the model, the optimizer and the data."""
+UNREAD_FIELDS = {"params_dtype", "sft", "document_packing", *DOCUMENT_OPTIONS}
+"""Fields of the model and the data that it does not read: a program gets tokens, and names its own dtypes."""
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -91,10 +94,13 @@ def judge_config(flags: Sequence[str], num_iterations: int, module: ModuleType) 
     """
     names = {flag.partition("=")[0] for flag in flags}
     model = [] if names & {"--preset", "--config", "--num-layers"} else ["--preset", "llama-tiny"]
-    config, _, set_fields = parse_run([*model, *flags], (*NEEDED_TO_TRAIN, *DEFAULTS))
+    config, notices, set_fields = parse_run([*model, *flags], (*NEEDED_TO_TRAIN, *DEFAULTS))
+    for notice in notices:
+        log.info("%s", notice)
     has_own_run = hasattr(module, "from_megalite")
     groups = {"model", "optimizer", *["data"] * has_own_run}  # megalite's run reads the data
-    unread = {each for each in set_fields - READ if fields_by_name()[each].group not in groups}
+    unread = {each for each in set_fields - READ_FIELDS if fields_by_name()[each].group not in groups}
+    unread |= set_fields & UNREAD_FIELDS
     if unread:
         log.info("without effect in a judgement: %s", ", ".join(sorted(map(flag_of, unread))))
     values = DEFAULTS | getattr(module, "DEFAULTS", {})
@@ -106,7 +112,7 @@ def judge_config(flags: Sequence[str], num_iterations: int, module: ModuleType) 
         log.info("dropout is switched off: %s", ", ".join(dropouts))
     changes |= dict.fromkeys(dropouts, 0.0) | {"train_iters": num_iterations}
     config = with_fields(config, **changes)
-    config = with_fields(config, mock_data=not config.data.data_path)
+    config = with_fields(config, mock_data=not config.data.corpus_options())
     check_config(config, 1)
     return config
 
@@ -122,9 +128,12 @@ def random_samples(config: Config) -> Tensor:
 
 def _log_version(module: ModuleType) -> None:
     """Log the version of an adapter's package, and whether the adapter was tried with it."""
-    if not hasattr(module, "PACKAGE"):
+    if not hasattr(module, "VERSIONS"):
         return
-    version = metadata.version(module.PACKAGE).partition("+")[0]
+    try:
+        version = metadata.version(module.PACKAGE).partition("+")[0]
+    except metadata.PackageNotFoundError:  # a checkout on PYTHONPATH
+        version = "without a version"
     tried = (
         ""
         if version in module.VERSIONS

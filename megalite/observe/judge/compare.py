@@ -19,6 +19,8 @@ SAFETY = 30.0
 """Factor between the measured effect of one rounding of each weight and the tolerance."""
 EXACT = 1e3
 """Factor between the least tolerance and the deviation from a multiple that still counts as one."""
+MOST_EXACT = 1e-3
+"""Largest such deviation, in any precision."""
 
 Key = tuple[str, str]
 """A kind of tensors and a parameter, or the name of a number and its iteration."""
@@ -130,7 +132,7 @@ class ReferenceCheck:
         return Deviation(size, self._described(kind, tensor, reference, sizes), phase)
 
     def _described(self, kind: str, tensor: FullTensor, reference: Tensor, sizes: Mapping[str, int]) -> str:
-        exact = EXACT * self.floor
+        exact = min(EXACT * self.floor, MOST_EXACT)
         if tensor.total is not None and tensor.num_holders is not None:
             text = (
                 f"ranks {tensor.ranks[0]} and {tensor.ranks[1]} hold different copies of the {kind} of {{}}"

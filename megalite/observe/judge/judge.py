@@ -82,11 +82,15 @@ class ProgramJudge:
         self._row = partial(_ROW.format, width=width)
         try:
             ours = self._run_ours() if self._starts_from_ours else None
+        except RankError as error:
+            log.info("%s", error)
+            raise UserError(f"megalite's own run of the model fails: {_last_line(error)}") from None
+        try:
             self._run_reference()
+            self._measure_tolerance()
         except RankError as error:
             log.info("%s", error)
             raise UserError(f"the program fails on one rank: {_last_line(error)}") from None
-        self._measure_tolerance()
         log.info(self._row("layout", "ranks", "loss", "gradient", "weight", "verdict"))
         if ours is not None:
             self._log_row("megalite", 1, self._check.deviations(ours, {}, is_same_program=False))
@@ -123,6 +127,10 @@ class ProgramJudge:
         self._task = self._task._replace(
             samples=run.samples, start={name: full.value for name, full in start.items()}
         )
+        optimizer = config.optimizer
+        if optimizer.lr_decay_style != "constant" or optimizer.lr_warmup_iters:
+            log.info("no row of megalite's own run: programs count the updates of a schedule otherwise")
+            return None
         reports = [{name: [value] for name, value in each.items()} for each in run.reports]
         return FullRecord(start, start, reports, theirs(run.gradients), theirs(run.weights))
 
@@ -152,6 +160,8 @@ class ProgramJudge:
                 for name, full in self._task.start.items()
             }
             self._check.measure(self._run(Layout(), start=start))
+        if self._check.floor > FLOOR:
+            log.info("tolerance: %.1e at least, %g roundings of the weights", self._check.floor, ROUNDINGS)
         if blurred := [name for (_, name), size in self._check.tolerance.items() if size > _BLURRED]:
             log.info(
                 "a rounding of the weights already changes %s, where errors may hide: try another --seed",

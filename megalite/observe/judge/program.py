@@ -153,12 +153,11 @@ def refuse_unmapped(config: Config, package: str, *mapped: str) -> None:
             raise UserError(f"{flag_with_value(name, value)} is not judged with {package}: leave it out")
 
 
-def whole_number(name: str, text: str) -> int:
-    """Return the value of an option of --set, or raise `UserError` if it is no whole number."""
-    try:
-        return int(text)
-    except ValueError:
-        raise UserError(f"--set {name}={text}: write a whole number") from None
+def whole_number(name: str, text: str, least: int = 0) -> int:
+    """Return the value of an option of --set, or raise `UserError` if it is no such number."""
+    if not text.isdecimal() or int(text) < least:
+        raise UserError(f"--set {name}={text}: write a whole number, {least} or more")
+    return int(text)
 
 
 class Adapter(Protocol):

@@ -109,6 +109,10 @@ def import_adapter(name: str) -> ModuleType:
         missing = (error.name or "a package").partition(".")[0]
         package = name if name.startswith(missing) else missing  # megatron is a part of megatron-core
         raise UserError(f"the adapter {name} needs {missing}: pip install {package}") from None
+    except ImportError as error:
+        raise UserError(
+            f"the adapter {name} does not fit this version of its package, see docs/judge.md: {error}"
+        ) from None
 
 
 def adapter_names() -> list[str]:

@@ -65,12 +65,11 @@ _NO_GROUPS = {
 _LAYOUT = "judged_layout.txt"
 """File beside a checkpoint with the name of its layout. In another one, DeepSpeed needs a conversion."""
 _SWITCHES = ("zero1", "zero2", "zero3")
-_NAMES = {
-    "zero_optimization",
-    *(value for name, value in vars(settings_of).items() if name.isupper() and isinstance(value, str)),
-    *(each for name, field in DeepSpeedZeroConfig.model_fields.items() for each in (name, field.alias)),
+_NAMES = {value for name, value in vars(settings_of).items() if name.isupper() and isinstance(value, str)}
+_ZERO_NAMES = {
+    each for name, field in DeepSpeedZeroConfig.model_fields.items() for each in (name, field.alias) if each
 }
-"""Names of DeepSpeed's configuration. It ignores others."""
+"""Names of DeepSpeed's configuration, and of its ZeRO stages. It ignores others."""
 
 
 class DeepSpeedRun(Program):
@@ -269,6 +268,20 @@ def _refuse_unknown(layout: Layout, config: Config) -> None:
     refuse_unmapped(config, PACKAGE)
 
 
+def _refuse_misspelt(name: str) -> None:
+    """Raise `UserError` for a name of --set that DeepSpeed would ignore, as far as its names are listed."""
+    first, *rest = name.split(".")
+    names = _ZERO_NAMES if first == "zero_optimization" else _NAMES - _ZERO_NAMES
+    checked = rest[0] if first == "zero_optimization" and rest else first
+    if checked not in names and name != "zero_optimization":
+        near = [
+            *difflib.get_close_matches(checked, names, 1),
+            *(f"zero_optimization.{each}" for each in [checked] if each in _ZERO_NAMES),
+        ]
+        hint = f", did you mean {near[-1]}?" if near else ""
+        raise UserError(f"--set {name}: DeepSpeed has no {checked}{hint}")
+
+
 def _settings(layout: Layout, config: Config, options: Mapping[str, str]) -> dict[str, Any]:
     """Return DeepSpeed's configuration.
 
@@ -282,7 +295,7 @@ def _settings(layout: Layout, config: Config, options: Mapping[str, str]) -> dic
     if count % layout.size("cp"):
         raise UserError(
             f"layout {layout}: DeepSpeed's loader takes a microbatch of each rank of cp in turn, and {count} "
-            "are no multiple: pass another --global-batch-size"
+            f"microbatches are no multiple of {layout.size('cp')}: pass another --global-batch-size"
         )
     stages = [int(switch[-1]) for switch in layout.switches] or [0]
     settings: dict[str, Any] = {
@@ -308,14 +321,13 @@ def _settings(layout: Layout, config: Config, options: Mapping[str, str]) -> dic
     if layout.size("tp") > 1:
         settings["tensor_parallel"] = {"autotp_size": layout.size("tp")}
     for name, text in options.items():
+        _refuse_misspelt(name)
         *parents, last = name.split(".")
-        if unknown := [part for part in (*parents, last) if part not in _NAMES]:
-            near = difflib.get_close_matches(unknown[0], [each for each in _NAMES if each], 1)
-            hint = f", did you mean {near[0]}?" if near else ""
-            raise UserError(f"--set {name}: DeepSpeed has no {unknown[0]}{hint}")
         group = settings
         for parent in parents:
             group = group.setdefault(parent, {})
+            if not isinstance(group, dict):
+                raise UserError(f"--set {name}: {parent} has no parts")
         try:
             group[last] = json.loads(text)
         except json.JSONDecodeError:

@@ -1,12 +1,13 @@
 """Judge torchtitan: its trainer, models, parallelize functions, pipeline schedules and checkpoints, on CPU.
 
-The program is torchtitan's own `Trainer`. It differs from a user's run in three things: the samples are the
-judge's, an update waits until the judge calls it, and the device is the CPU, which torchtitan never chooses.
+The program is torchtitan's own `Trainer`. It differs from a user's run in this: the samples are the judge's,
+an update waits until the judge calls it, and the device is the CPU, which torchtitan never chooses. What has
+no kernel there is replaced in `titan`: attention, grouped products, and a few operators.
 
-The layouts in torchtitan's words: dp2 is FSDP2 over two ranks (as dp2+zero3), dp4shard2 HSDP, dp2shard1 DDP;
-+kept keeps gathered weights. tp2 is tensor parallelism with sequence parallelism, which it always has.
-pp2 is 1F1B, pp2gpipe GPipe, pp2v2 Interleaved1F1B, pp2zb InterleavedZeroBubble, pp2zbv ZBVZeroBubble, and
-pp2dpv DualPipeV. +full and +selective are activation checkpointing.
+The layouts in torchtitan's words: dp2 is FSDP2 over two ranks (as dp2+zero3), dp4shard2 HSDP, dp2shard1 DDP
+in 0.2; +kept keeps gathered weights. tp2 is tensor parallelism with sequence parallelism, which it always
+has. pp2 is 1F1B, pp2gpipe GPipe, pp2v2 Interleaved1F1B, pp2zb InterleavedZeroBubble, pp2zbv ZBVZeroBubble,
+and pp2dpv DualPipeV. +full and +selective are activation checkpointing.
 """
 
 from __future__ import annotations
@@ -78,13 +79,15 @@ def build(layout: Layout, config: Config, options: Mapping[str, str]) -> Program
         UserError: torchtitan has no such layout, model or option.
     """
     name, args = titan.model_of(config)
-    job = _job_of(layout, config, whole_number("accumulation", options.get("accumulation", "1")))
+    job = _job_of(layout, config, whole_number("accumulation", options.get("accumulation", "1"), 1))
     for option, text in options.items():
         if option.startswith("args."):
             _set_option(args, option.removeprefix("args."), text)
         elif option not in ("accumulation", "tokens"):
             _set_option(job, option, text)
-    log = _Log(counts_tokens=options.get("tokens") == "true")
+    if (tokens := options.get("tokens", "false").lower()) not in ("true", "false"):
+        raise UserError(f"--set tokens={tokens}: write true or false")
+    log = _Log(counts_tokens=tokens == "true")
     TORCH_DTYPE_MAP["float32"] = torch.get_default_dtype()  # fp64 if the judge widens the program
     os.environ["LOCAL_RANK"] = "0"  # the number of its device
     titan_logging.logger.addHandler(logging.NullHandler())
@@ -110,7 +113,7 @@ def _job_of(layout: Layout, config: Config, num_pipeline_steps: int) -> Any:
     refuse_unmapped(config, PACKAGE, "min_lr", "lr_decay_style", "lr_warmup_iters")
     if optimizer.lr_decay_style not in ("constant", "linear", "cosine"):
         raise UserError(
-            f"the learning rate is not {optimizer.lr_decay_style} here: pass --lr-decay-style constant"
+            f"torchtitan has no --lr-decay-style {optimizer.lr_decay_style}: pass constant, linear or cosine"
         )
     shard = dp if layout.shard is None else layout.shard
     job = titan.new_job(layout, config)

@@ -201,6 +201,8 @@ def new_job(layout: Layout, config: Config) -> Any:
 
 def new_trainer(job: Any, spec: Any, model: Any, log: Any, no_data: Any) -> Any:
     """Return the trainer of a job and of a model's specification, with this log and dataloader."""
+    if job.compile.enable:
+        raise UserError("--set compile.enable=true: this adapter runs torchtitan eagerly, leave it out")
     torch.compiler.set_stance("force_eager")  # the masks of flex attention are compiled
     flex_attention._DEFAULT_SPARSE_BLOCK_SIZE = 1  # cp cuts masks into blocks, of 128 positions on a GPU
     job.model_spec = spec
@@ -227,5 +229,7 @@ def from_hf(spec: Any, model: Any, tensors: Mapping[str, Tensor]) -> dict[str, T
         built = model.build()
     converted = spec.state_dict_adapter(model, None).from_hf(dict(tensors))
     built.load_state_dict(converted, strict=False, assign=True)  # gradients have none of buffers
+    if getattr(model, "enable_weight_tying", False):
+        built.tok_embeddings.weight = built.lm_head.weight  # two tensors after assigning
     named = (*built.named_parameters(), *built.named_buffers())
     return {name: each.detach() for name, each in named if not each.is_meta}
