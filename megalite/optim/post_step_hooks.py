@@ -61,9 +61,9 @@ class ExpertBalance:
     @torch.no_grad()
     def step(self, is_good: Tensor) -> None:
         """Change biases and loads; all ranks that hold the same layers must call it."""
-        of_routers = [torch.stack((router.num_tokens, router.num_counted)) for router in self.routers]
-        sum_over_tokens(counts := torch.stack(of_routers), self.routers[0].weight, self.topology)  # [L, 2, e]
-        selected, counted = counts.unbind(1)
+        counts = torch.stack([torch.stack([each.num_tokens, each.num_counted]) for each in self.routers])
+        sum_over_tokens(counts, self.routers[0].weight, self.topology)
+        selected, counted = counts.unbind(1)  # both [L, e]
         signs = (selected * selected.shape[1] - selected.sum(1, keepdim=True)).sign()
         totals = counted.sum(1, keepdim=True)
         has_counts = is_good & (totals > 0)  # [L, 1]; forced balance counts nothing

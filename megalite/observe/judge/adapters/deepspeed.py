@@ -271,14 +271,14 @@ def _refuse_unknown(layout: Layout, config: Config) -> None:
 def _refuse_misspelt(name: str) -> None:
     """Raise `UserError` for a name of --set that DeepSpeed would ignore, as far as its names are listed."""
     first, *rest = name.split(".")
-    names = _ZERO_NAMES if first == "zero_optimization" else _NAMES - _ZERO_NAMES
-    checked = rest[0] if first == "zero_optimization" and rest else first
-    if checked not in names and name != "zero_optimization":
-        near = [
-            *difflib.get_close_matches(checked, names, 1),
-            *(f"zero_optimization.{each}" for each in [checked] if each in _ZERO_NAMES),
-        ]
-        hint = f", did you mean {near[-1]}?" if near else ""
+    if first == "zero_optimization" and rest:
+        names, checked = _ZERO_NAMES, rest[0]
+    else:
+        names, checked = _NAMES - _ZERO_NAMES | {"zero_optimization"}, first
+    if checked not in names:
+        is_inside = checked in _ZERO_NAMES
+        near = [f"zero_optimization.{checked}"] if is_inside else difflib.get_close_matches(checked, names, 1)
+        hint = f", did you mean {near[0]}?" if near else ""
         raise UserError(f"--set {name}: DeepSpeed has no {checked}{hint}")
 
 

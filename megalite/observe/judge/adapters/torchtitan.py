@@ -52,9 +52,9 @@ LAYOUTS = (
 for _module in (titan_utils, titan_axes, titan_distributed):
     _module.device_type, _module.device_module = "cpu", torch.cpu
 
-_VERSION = "configurable" if find_spec("torchtitan.trainer") else "job_config"
-titan = import_module(f"megalite.observe.judge.adapters.titan.{_VERSION}")
-"""What differs by torchtitan's version."""
+_CONFIGURATION = "configurable" if find_spec("torchtitan.trainer") else "job_config"  # of 0.3, or of 0.2
+titan = import_module(f"megalite.observe.judge.adapters.titan.{_CONFIGURATION}")
+"""Part of the adapter that depends on torchtitan's version."""
 
 _SCHEDULES = {
     None: "1F1B",

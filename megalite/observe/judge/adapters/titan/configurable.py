@@ -20,7 +20,7 @@ from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.trainer import Trainer
 
 from megalite.config import Config
-from megalite.observe.judge.adapters.titan.settings import Settings, hf_settings, require
+from megalite.observe.judge.adapters.titan import Settings, hf_settings, require
 from megalite.observe.verify.layouts import Layout
 from megalite.utils.errors import UserError
 
@@ -161,7 +161,7 @@ _MODELS: dict[str, tuple[ModuleType, Callable[[Settings], tuple[str, list[Any]]]
 
 def model_of(config: Config) -> tuple[Any, Any]:
     """Return torchtitan's specification of a model, and the model's configuration in it."""
-    model_type, hf = hf_settings(config)
+    model_type, hf = hf_settings(config, _MODELS)
     package, layers_of = _MODELS[model_type]
     flavor, layers = layers_of(hf)
     spec = package.model_registry(flavor)

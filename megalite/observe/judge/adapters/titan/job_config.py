@@ -17,7 +17,7 @@ from torchtitan.protocols import train_spec
 from torchtitan.train import Trainer
 
 from megalite.config import Config
-from megalite.observe.judge.adapters.titan.settings import Settings, hf_settings, require
+from megalite.observe.judge.adapters.titan import Settings, hf_settings, require
 from megalite.observe.judge.cpu_attention import flash_attention
 from megalite.observe.verify.layouts import Layout
 from megalite.utils.errors import UserError
@@ -133,7 +133,7 @@ _MODELS: dict[str, tuple[str, Callable[[Settings], dict[str, Any]]]] = {
 
 def model_of(config: Config) -> tuple[str, Any]:
     """Return torchtitan's name of a model, and its arguments."""
-    model_type, hf = hf_settings(config)
+    model_type, hf = hf_settings(config, _MODELS)
     name, others = _MODELS[model_type]
     args = type(next(iter(train_spec.get_train_spec(name).model_args.values())))()
     values = {argument: hf[setting] for argument, setting in _COMMON.items()} | others(hf)
