@@ -1,8 +1,12 @@
-"""A server of objects on this machine, which speaks as much of S3 as megalite needs, and fails on request."""
+"""A server of objects on this machine, which speaks as much of S3 and Google's XML API as megalite needs.
+
+It fails on request.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import sys
@@ -100,15 +104,17 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send(200, b"", True, {"ETag": _tag(body)})
         with self.server.lock:
             old = self.server.objects.get(name)
+            generation = str(self.server.written.get(name, 0) if old is not None else 0)
             refused = not self.server.ignores_conditions and (
                 (self.headers.get("If-None-Match") == "*" and old is not None)
                 or (self.headers.get("If-Match") not in (None, None if old is None else _tag(old)))
+                or self.headers.get("x-goog-if-generation-match", generation) != generation
             )
             if not refused:
                 self._store(name, body)
         if refused:
             return self._send(412, b"<Error><Code>PreconditionFailed</Code></Error>", True)
-        self._send(200, b"", True, {"ETag": _tag(body)})
+        self._send(200, b"", True, {"ETag": _tag(body), "x-goog-generation": str(self.server.written[name])})
 
     def do_POST(self) -> None:
         name, query, body = self._begin_write()
@@ -185,6 +191,7 @@ class _Handler(BaseHTTPRequestHandler):
             body = bytes([body[0] ^ 1]) + body[1:]
         date = formatdate(1_780_000_000 + self.server.written.get(name, 0), usegmt=True)
         extra = {"ETag": tag, "Last-Modified": date, "Accept-Ranges": "bytes"}
+        extra["x-goog-generation"] = str(self.server.written.get(name, 0))
         if status == 206:
             extra["Content-Range"] = f"bytes {begin}-{end - 1}/{len(data)}"
         self._send(status, body, with_body, extra)
@@ -252,9 +259,15 @@ def _tag(data: bytes) -> str:
     return f'"{hashlib.md5(data).hexdigest()}"'
 
 
+_ACCOUNT_FIELDS = ("client_email", "private_key", "private_key_id")
+
+
 def settings_for(server_url: str) -> dict[str, str]:
-    """Return the environment in which s3:// is a server."""
+    """Return the environment in which s3:// and gs:// are a server."""
+    account = {"gcs_base_url": server_url, "disable_oauth": True}
     return {
+        "GOOGLE_SERVICE_ACCOUNT_KEY": json.dumps(account | dict.fromkeys(_ACCOUNT_FIELDS, "")),
+        "GOOGLE_ALLOW_HTTP": "true",
         "AWS_ACCESS_KEY_ID": "a",
         "AWS_SECRET_ACCESS_KEY": "b",
         "AWS_REGION": "r",
@@ -264,11 +277,11 @@ def settings_for(server_url: str) -> dict[str, str]:
 
 @contextmanager
 def s3_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectServer]:
-    """Serve s3:// in this process until the block ends; its temporary files are in a folder of this name."""
+    """Serve s3:// and gs:// in this process until the block ends; temporary files are in `folder`."""
     temporary = folder / "tmp"
     temporary.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
-    for name in [name for name in os.environ if name.startswith("AWS_")]:
+    for name in [name for name in os.environ if name.startswith(("AWS_", "GOOGLE_"))]:
         monkeypatch.delenv(name)
     with object_server() as server:
         for name, value in settings_for(server.url).items():

@@ -79,10 +79,10 @@ class Download:
         name, problems = manifest.folder.name, []
         found = self._objects.list_all(name)
         for file in manifest.files:
-            info, blocks = found.get(f"{name}/{file}"), manifest.blocks.get(file)
-            if info is None:
+            size, blocks = found.get(f"{name}/{file}"), manifest.blocks.get(file)
+            if size is None:
                 problems.append(f"{file} is missing")
-            elif blocks is not None and -(-info.size // manifest.block_bytes) != len(blocks):
+            elif blocks is not None and -(-size // manifest.block_bytes) != len(blocks):
                 problems.append(f"{file} has another size than {SUMS} says")
         return problems
 

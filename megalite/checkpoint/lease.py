@@ -36,7 +36,7 @@ from megalite.distributed.topology import Topology
 from megalite.utils.errors import UserError, one_line
 from megalite.utils.files import parse_json
 from megalite.utils.log import log
-from megalite.utils.object_store import is_s3
+from megalite.utils.object_store import is_object_url
 
 BEAT_SECONDS = 5.0
 ABANDONED_SECONDS = 60.0
@@ -236,7 +236,7 @@ class HeldLease(FolderLease):
                 time.sleep(_POLL_SECONDS)  # another run was faster, or the folder's listing was outdated
             if reason:
                 log.warning("--save %s is taken over: %s", save, reason)
-                if not is_s3(str(save)):  # there, the first save does it
+                if not is_object_url(str(save)):  # there, the first save does it
                     with suppress(OSError):  # leftovers only take up space
                         remove_leftovers(Path(save))
         except OSError as error:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from megalite.utils.errors import UserError
 from megalite.utils.files import make_writable, open_regular
-from megalite.utils.object_store import ObjectFolder, is_s3
+from megalite.utils.object_store import ObjectFolder, is_object_url
 
 _MAX_BYTES = 1 << 16
 NAME = re.compile(r"lease\.([1-9][0-9]{0,99})")
@@ -177,7 +177,7 @@ class ObjectsOfStore:
 
 def files_at(save: str | Path) -> LeaseFiles:
     """Return the leases of a folder or URL."""
-    return ObjectsOfStore(ObjectFolder(str(save))) if is_s3(str(save)) else FilesOfFolder(Path(save))
+    return ObjectsOfStore(ObjectFolder(str(save))) if is_object_url(str(save)) else FilesOfFolder(Path(save))
 
 
 def _numbers_in(names: Iterable[str]) -> list[int]:

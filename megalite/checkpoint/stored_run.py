@@ -45,7 +45,7 @@ from megalite.checkpoint.manifest import SUMS, TEXTS, digests_in, parse_sums, re
 from megalite.utils.errors import UserError
 from megalite.utils.files import partial_name, url_problem
 from megalite.utils.log import log
-from megalite.utils.object_store import ObjectFolder, is_s3, local_folder
+from megalite.utils.object_store import ObjectFolder, is_object_url, local_folder
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class StoredRun:
             UserError: the package for object storage is missing, or the URL has no bucket.
         """
         url = str(path)
-        return StoredRun(ObjectFolder(url), local_folder(url, stage)) if is_s3(url) else None
+        return StoredRun(ObjectFolder(url), local_folder(url, stage)) if is_object_url(url) else None
 
     def __str__(self) -> str:
         return self.objects.url
@@ -252,7 +252,7 @@ def newest_at(folder: Path | StoredRun) -> int:
 
 def run_at(text: str) -> Path | StoredRun:
     """Parse the path or URL of a run's checkpoints; an argparse `type`."""
-    if (problem := url_problem(text)) and not is_s3(text):
+    if (problem := url_problem(text)) and not is_object_url(text):
         raise argparse.ArgumentTypeError(problem)
     return StoredRun.at(text) or Path(text)
 
@@ -311,9 +311,9 @@ def _copy(run: StoredRun, download: Download, name: str, parts: CopiedParts) -> 
         for path in (f"{name}/{file}" for file in manifest.files):
             if path in found:
                 length = int.from_bytes(run.objects.read_part(path, 0, 8), "little")
-                header = run.objects.read_part(path, 0, min(8 + length, found[path].size))
+                header = run.objects.read_part(path, 0, min(8 + length, found[path]))
                 (download.folder / path).write_bytes(header)
-                os.truncate(download.folder / path, found[path].size)
+                os.truncate(download.folder / path, found[path])
         return
     log.info("downloading %s/%s", run, name)
     for file in manifest.files:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from megalite.config.option import (
-    FOLDER_OR_S3,
+    FOLDER_OR_URL,
     LOCAL_PATH,
     NOT_NEGATIVE,
     POSITIVE,
@@ -20,7 +20,7 @@ from megalite.config.option import (
     Setting,
     option,
 )
-from megalite.utils.object_store import is_s3, local_folder
+from megalite.utils.object_store import is_object_url, local_folder
 
 NonPersistentType = Literal["local"]
 
@@ -53,21 +53,22 @@ class CheckpointConfig:
 
     default_on_resume: ClassVar[OnResume] = OnResume.FREE
 
-    save: str | None = option(None, allowed=FOLDER_OR_S3)
-    """Folder to save checkpoints to, at each --save-interval and at the end of the run; or s3://BUCKET/FOLDER,
-    to which the ranks upload their files while training continues."""
-    load: str | None = option(None, allowed=FOLDER_OR_S3)
-    """Folder, or s3://BUCKET/FOLDER, to load the latest checkpoint from; the run resumes from it."""
+    save: str | None = option(None, allowed=FOLDER_OR_URL)
+    """Folder to save checkpoints to, at each --save-interval and at the end of the run; or s3://BUCKET/FOLDER
+    (also gs://, az://), to which ranks upload files while training goes on."""
+    load: str | None = option(None, allowed=FOLDER_OR_URL)
+    """Folder, or s3://BUCKET/FOLDER (also gs://, az://), to load the latest checkpoint from; the run resumes
+    from it."""
     save_stage: str | None = option(
         None,
         differs_between_ranks=True,
         allowed=LOCAL_PATH,
-        only_with=AnyOf(("save", "load"), "neither --save nor --load is a URL", is_s3),
+        only_with=AnyOf(("save", "load"), "neither --save nor --load is a URL", is_object_url),
     )
     """Folder on each node's disk for files on their way to and from object storage. By default the folder of
     temporary files."""
     exit_upload_seconds: float | None = option(
-        None, allowed=NOT_NEGATIVE, only_with=AnyOf(("save",), "--save is not a URL", is_s3)
+        None, allowed=NOT_NEGATIVE, only_with=AnyOf(("save",), "--save is not a URL", is_object_url)
     )
     """Seconds that the end of the run, also by a signal, waits for uploads. The next start then uploads the
     rest. By default it waits without limit."""

@@ -10,7 +10,7 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from megalite.utils.files import url_problem
-from megalite.utils.object_store import is_s3
+from megalite.utils.object_store import is_object_url
 
 _KEY = "option"
 
@@ -48,9 +48,9 @@ LOCAL_PATH = Range(
     "is a URL: pass",
 )
 """Paths of folders and files. A URL would create a folder such as `s3:` in the working directory."""
-FOLDER_OR_S3 = Range(
-    lambda path: not url_problem(path) or is_s3(path),
-    "a path on this machine or on a mounted file system, or s3://BUCKET/FOLDER",
+FOLDER_OR_URL = Range(
+    lambda path: not url_problem(path) or is_object_url(path),
+    "a path on this machine or on a mounted file system, or s3://BUCKET/FOLDER, gs://... or az://...",
     "is a URL: pass",
 )
 

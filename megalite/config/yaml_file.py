@@ -18,7 +18,7 @@ from megalite.config.config import Config
 from megalite.config.fields import ConfigField, config_fields, fields_by_flag, normalised
 from megalite.utils.errors import UserError
 from megalite.utils.files import read_regular, read_yaml_file
-from megalite.utils.object_store import ObjectFolder, is_s3
+from megalite.utils.object_store import ObjectFolder, is_object_url
 
 if TYPE_CHECKING:
     import yaml
@@ -136,7 +136,7 @@ def read_checkpoint_model(checkpoint: CheckpointConfig, diagnostics: Diagnostics
     if checkpoint.load is None:
         return {}  # reported by a rule of the config
     with ExitStack() as stack:
-        if is_s3(checkpoint.load):
+        if is_object_url(checkpoint.load):
             downloads = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             folder = _download_config(checkpoint.load, checkpoint.load_iteration, downloads)
         else:

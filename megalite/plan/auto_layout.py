@@ -32,7 +32,7 @@ from megalite.utils.errors import UserError, counted, first_line
 from megalite.utils.files import parse_json, read_regular, replace_file
 from megalite.utils.hardware.gpus import CPU_CORE, GPUS, Gpu, gpu_of_device, peak_tflops_of
 from megalite.utils.hardware.node_hardware import CPU, NodeHardware
-from megalite.utils.object_store import ObjectFolder, is_s3
+from megalite.utils.object_store import ObjectFolder, is_object_url
 
 _GB = 1e9
 NOTE = "layout.json"
@@ -286,7 +286,7 @@ def read_notes(folder: str | None) -> list[OutOfMemoryNote]:
         return []
     file = f"{folder}/{NOTE}"
     try:
-        if is_s3(folder):
+        if is_object_url(folder):
             content = parse_json(ObjectFolder(folder).read(NOTE))
         else:
             content = parse_json(read_regular(Path(file), _MAX_NOTE_BYTES))
@@ -305,7 +305,7 @@ def add_note(folder: str | None, note: OutOfMemoryNote) -> str | None:
         return None
     notes = [*read_notes(folder), note]
     content = json.dumps({"ran_out_of_memory": [asdict(each) for each in notes]}, indent=2).encode()
-    if is_s3(folder):
+    if is_object_url(folder):
         ObjectFolder(folder).write(NOTE, content)
     else:
         with replace_file(Path(folder) / NOTE) as stream:

@@ -18,7 +18,7 @@ from megalite.config.fields import field_docs, fields_by_flag
 from megalite.config.yaml_file import yaml_value
 from megalite.utils.commands import command_name
 from megalite.utils.errors import UserError
-from megalite.utils.object_store import is_s3
+from megalite.utils.object_store import is_object_url
 
 _FORMS = tuple(
     re.compile(form, re.ASCII)
@@ -179,7 +179,7 @@ def batch_script(
         "setup": "\n".join(["", "# --- Setup of the cluster ---", *setup, ""]) if setup else "",
         "save": shlex.quote(run.save) if run.save else f'"${{SAVE:-runs/{slurm.name}-$SLURM_JOB_ID}}"',
         "gpus_per_node": str(slurm.gpus_per_node),
-        "note": '"$PWD/requeue-$SLURM_JOB_ID"' if run.save and is_s3(run.save) else '"$save/requeue"',
+        "note": '"$PWD/requeue-$SLURM_JOB_ID"' if run.save and is_object_url(run.save) else '"$save/requeue"',
         "shutdown_seconds": str(warn_seconds - 60),
         "flags": "\n".join(_sbatch_flags(run.tokens, saves, run.has_load)),
     }
@@ -278,7 +278,7 @@ class Kubernetes:
         folders = [volume.partition(":")[2] for volume in self.volumes]
         if twice := next((folder for folder in folders if folders.count(folder) > 1), None):
             raise UserError(f"--volume mounts two claims at {twice}: pass another folder for one of them")
-        if is_s3(save):
+        if is_object_url(save):
             return
         if save is None or not any(PurePosixPath(save).is_relative_to(folder) for folder in self.folders):
             found = "is missing" if save is None else f"{save} is not in a --volume"

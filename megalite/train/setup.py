@@ -36,7 +36,7 @@ from megalite.train.trainer import Trainer
 from megalite.utils.errors import UserError, counted
 from megalite.utils.hardware.process_settings import bind_to_gpu, describe, describe_sharing, settings_for
 from megalite.utils.log import configure_logging, log, log_notes
-from megalite.utils.object_store import is_s3
+from megalite.utils.object_store import is_object_url
 from megalite.utils.torch_versions import untested_warning
 
 
@@ -312,7 +312,7 @@ def _has_latest(folder: str) -> bool:
 
 
 def _no_checkpoint(folder: str) -> UserError:
-    is_there = is_s3(folder) or Path(folder).exists()
+    is_there = is_object_url(folder) or Path(folder).exists()
     there = "holds no checkpoint of megalite" if is_there else "does not exist"
     return UserError(f"--load {folder} {there}: pass the folder that --save wrote, or omit it")
 

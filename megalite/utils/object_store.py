@@ -1,4 +1,4 @@
-"""Read objects of a store, s3:// through obstore if it is installed and any other URL through fsspec.
+"""Read objects of a store: S3, Google's and Azure's through obstore if it is installed, others by fsspec.
 
 `ObjectFolder` also writes: it needs obstore, whose writes can depend on the version that is there.
 """
@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import io
 import os
 import re
 import tempfile
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from http import HTTPStatus
 from http.client import HTTPException
@@ -35,24 +34,24 @@ def is_remote(path: str) -> bool:
     return "://" in path and not path.startswith("file://")
 
 
-def is_s3(path: str | None) -> bool:
-    """Return whether a path is a URL of S3, which can be written to."""
-    return path is not None and path.startswith("s3://")
+def is_object_url(path: str | None) -> bool:
+    """Return whether a path is a URL that can be written to: of S3, Google Cloud Storage or Azure's blobs."""
+    return path is not None and path.startswith(("s3://", "gs://", "az://"))
 
 
 def local_folder(path: str, stage: str | None) -> Path:
-    """Return the folder of this machine for what belongs to a URL of S3, or the path itself if it is none.
+    """Return the folder of this machine for what belongs to a URL that can be written to, or the path itself.
 
-    Its name has the endpoint, since each store has its own buckets.
+    Its name has the endpoint or the account, since each has its own buckets.
 
     Args:
         stage: folder to put it in; by default the folder of temporary files.
     """
-    if not is_s3(path):
+    if not is_object_url(path):
         return Path(path)
     name = quote(path.removeprefix("s3://").rstrip("/"), safe="")
-    if (endpoint := _endpoint()) is not None:
-        name += "@" + quote(endpoint.rpartition("://")[2].rstrip("/"), safe=":")
+    if (service := _service(path)) is not None:
+        name += "@" + quote(service.rpartition("://")[2].rstrip("/"), safe=":")
     return Path(stage or tempfile.gettempdir()) / f"megalite-stage-{os.getuid()}" / name
 
 
@@ -122,58 +121,21 @@ def find_objects(url: str) -> list[str]:
         return sorted(f"{scheme}://{name}" for name, info in found.items() if info["type"] == "file")
     from fsspec.utils import glob_translate
 
-    bucket, _, pattern = url.removeprefix("s3://").partition("/")
-    folder = re.split(r"[*?\[]", pattern)[0].rpartition("/")[0]
     with _named_errors(url):
-        listed = obstore.list(obstore.store.S3Store(bucket, **_s3_options()), folder or None)
-        names = [each["path"] for chunk in listed for each in chunk]
+        store, pattern = _open_store(obstore, url)
+        folder = re.split(r"[*?\[]", pattern)[0].rpartition("/")[0]
+        names = [each["path"] for chunk in obstore.list(store, folder or None) for each in chunk]
     is_match = re.compile(glob_translate(pattern)).match
-    return sorted(f"s3://{bucket}/{name}" for name in names if is_match(name))
+    return sorted(f"{url.removesuffix(pattern)}{name}" for name in names if is_match(name))
 
 
 def _obstore_for(url: str) -> Any:
-    """Return the package if it is installed and the URL is in S3."""
+    """Return the package if it is installed and serves the URL."""
     try:
         import obstore
     except ImportError:
         return None
-    return obstore if url.startswith("s3://") else None
-
-
-class ObjectStream(io.RawIOBase):
-    """Stream of the bytes of an object from `begin` on; a context manager.
-
-    Attributes:
-        size: size of the object in bytes.
-    """
-
-    def __init__(self, url: str, begin: int = 0) -> None:
-        self._object = open_object(url)
-        self.size = self._object.size
-        self._position = begin
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self.size}[whence]
-        self._position = start + offset
-        return self._position
-
-    def tell(self) -> int:
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        end = min(self._position + len(buffer), self.size)
-        if end <= self._position:
-            return 0
-        data = self._object.read(self._position, end)
-        buffer[: len(data)] = data
-        self._position += len(data)
-        return len(data)
+    return obstore if is_object_url(url) else None
 
 
 class _FsspecObject:
@@ -182,7 +144,7 @@ class _FsspecObject:
     def __init__(self, url: str) -> None:
         self._url = url
         self._files, self._path = fsspec_store(url)
-        self.store = f"{_endpoint() if is_s3(url) else None} {self._files.storage_options}"
+        self.store = f"{_service(url)} {self._files.storage_options}"
         with _named_errors(url):
             info = self._files.info(self._path)
         if info.get("type", "file") != "file":
@@ -206,17 +168,16 @@ class _FsspecObject:
 
 
 class _ObstoreObject:
-    """Object in S3. Each request names the version, so that no other request needs to ask for it.
+    """Object that obstore reads. Each request names the version, so that no other request asks for it.
 
     obstore repeats requests that time out or that the store refuses for its load (503).
     """
 
     def __init__(self, obstore: Any, url: str) -> None:
         self._url, self._obstore = url, obstore
-        bucket, _, self._path = url.removeprefix("s3://").partition("/")
-        self.store = str(_endpoint())
+        self.store = str(_service(url))
         with _named_errors(url):
-            self._store = obstore.store.S3Store(bucket, **_s3_options())
+            self._store, self._path = _open_store(obstore, url)
             found = self._call(obstore.head, self._store, self._path)
         self.size, self.version = int(found["size"]), str(found["e_tag"])
 
@@ -241,7 +202,7 @@ class ObjectInfo(NamedTuple):
 
     Attributes:
         size: in bytes.
-        version: the store's identifier of the content.
+        version: the store's identifier of the content, or of the write.
         written: when the object was written, by the store's clock, which counts seconds.
     """
 
@@ -251,10 +212,10 @@ class ObjectInfo(NamedTuple):
 
 
 class ObjectFolder:
-    """Objects under a prefix of S3, to list, read, write and delete; names are relative to the prefix.
+    """Objects under a prefix of a store, to list, read, write and delete; names are relative to the prefix.
 
-    S3 has no folders: objects are independent, and an object is replaced as a whole. Requests that the store
-    refuses for its load are repeated.
+    A store has no folders: objects are independent, and an object is replaced as a whole. Requests that the
+    store refuses for its load are repeated.
 
     Args:
         url: URL of the prefix, such as s3://bucket/run.
@@ -271,28 +232,30 @@ class ObjectFolder:
             raise UserError(
                 f"{url} needs a package that is not installed: pip install 'megalite[storage]'"
             ) from None
-        self._bucket, _, self._prefix = url.removeprefix("s3://").rstrip("/").partition("/")
-        if not self._bucket:
-            raise UserError(f"{url} names no bucket: write s3://BUCKET/FOLDER")
-        if self._prefix and not {"", ".", ".."}.isdisjoint(self._prefix.split("/")):
-            raise UserError(f"{url} has an empty part, or . or ..: write s3://BUCKET/FOLDER")
+        self._scheme, _, path = url.partition("://")
+        self._bucket, _, self._prefix = path.rstrip("/").partition("/")
+        parts = {self._bucket, *self._prefix.split("/")} if self._prefix else {self._bucket}
+        if not {"", ".", ".."}.isdisjoint(parts):
+            raise UserError(
+                f"{url} lacks a bucket, or has an empty part, . or ..: write {self._scheme}://BUCKET/FOLDER"
+            )
         self.url = url.rstrip("/")
         self._obstore = obstore
         with _named_errors(url):
-            self._store = obstore.store.S3Store(self._bucket, **_s3_options())
+            self._store, _ = _open_store(obstore, url)
 
-    def list_all(self, folder: str) -> dict[str, ObjectInfo]:
-        """Return all objects under a folder's name, by name."""
+    def list_all(self, folder: str) -> dict[str, int]:
+        """Return the size in bytes of each object under a folder's name."""
         with self._as_os_errors(folder):
             chunks = self._obstore.list(self._store, self._path(folder))
-            return {self._name(each["path"]): _info_of(each) for chunk in chunks for each in chunk}
+            return {self._name(each["path"]): int(each["size"]) for chunk in chunks for each in chunk}
 
-    def list_top(self) -> tuple[list[str], dict[str, ObjectInfo]]:
-        """Return the names of the folders, and the objects that are in none, by name."""
+    def list_top(self) -> tuple[list[str], dict[str, int]]:
+        """Return the names of the folders, and the size in bytes of each object that is in none."""
         with self._as_os_errors(""):
             found = self._obstore.list_with_delimiter(self._store, self._prefix or None)
         folders = [self._name(path) for path in found["common_prefixes"]]
-        return folders, {self._name(each["path"]): _info_of(each) for each in found["objects"]}
+        return folders, {self._name(each["path"]): int(each["size"]) for each in found["objects"]}
 
     def read(self, name: str) -> bytes:
         """Return all bytes of an object; `FileNotFoundError` without it."""
@@ -302,7 +265,9 @@ class ObjectFolder:
         """Return all bytes of an object and their version; `FileNotFoundError` without it."""
         with self._as_os_errors(name):
             found = self._obstore.get(self._store, self._path(name))
-            return bytes(found.bytes()), _info_of(found.meta)
+            meta = found.meta
+            info = ObjectInfo(int(meta["size"]), self._version_of(meta), str(meta["last_modified"]))
+            return bytes(found.bytes()), info
 
     def read_part(self, name: str, begin: int, end: int) -> bytes:
         """Return these bytes of an object, which has them; `FileNotFoundError` without it."""
@@ -316,10 +281,12 @@ class ObjectFolder:
             is_new: raise `FileExistsError` if there is an object of this name.
             replaces: version to replace; raise `FileNotFoundError` if it is gone.
         """
-        mode: Any = "create" if is_new else "overwrite" if replaces is None else {"e_tag": replaces}
+        mode: Any = "create" if is_new else "overwrite"
+        if replaces is not None:  # Google's conditions name the write, and others the content
+            mode = {"version" if self._scheme == "gs" else "e_tag": replaces}
         with self._as_os_errors(name):
             put = self._obstore.put(self._store, self._path(name), content, mode=mode, use_multipart=False)
-        return str(put["e_tag"])
+        return self._version_of(put)
 
     def upload(self, name: str, file: Path) -> None:
         """Write the content of a file, in parts of which 4 travel at a time."""
@@ -356,15 +323,25 @@ class ObjectFolder:
 
     def delete(self, names: Collection[str]) -> None:
         """Delete objects; one that is not there is no error."""
+        paths = [self._path(name) for name in names]
         with self._as_os_errors(""):
-            self._obstore.delete(self._store, [self._path(name) for name in names])
+            try:
+                self._obstore.delete(self._store, paths)
+            except (FileNotFoundError, self._obstore.exceptions.NotFoundError):  # not of S3
+                for path in paths:
+                    with suppress(FileNotFoundError, self._obstore.exceptions.NotFoundError):
+                        self._obstore.delete(self._store, path)
 
     def abort_uploads(self, prefix: str) -> None:
-        """Delete the invisible parts of objects whose name begins so and whose upload did not end.
+        """Delete the invisible parts of objects of S3 whose name begins so and whose upload did not end.
+
+        Azure deletes them after a week, and Google by a rule of the bucket's life cycle.
 
         Raises:
             OSError: also if the store cannot list uploads.
         """
+        if self._scheme != "s3":
+            return
         listing = f"uploads=&prefix={quote(self._path(prefix), safe='')}"
         for _ in range(_MAX_PAGES):
             try:
@@ -404,6 +381,9 @@ class ObjectFolder:
         except HTTPException as error:
             raise OSError(errno.EIO, first_line(error), self.url) from None
 
+    def _version_of(self, found: Mapping[str, Any]) -> str:
+        return str(found["version" if self._scheme == "gs" else "e_tag"])
+
     def _path(self, name: str) -> str:
         return "/".join(filter(None, (self._prefix, name)))
 
@@ -434,18 +414,30 @@ _NUM_REQUESTS = 4
 """Parts of an object that travel at a time."""
 
 
-def _info_of(listed: Mapping[str, Any]) -> ObjectInfo:
-    return ObjectInfo(int(listed["size"]), str(listed["e_tag"]), str(listed["last_modified"]))
+def _open_store(obstore: Any, url: str) -> tuple[Any, str]:
+    """Return obstore's store of a bucket or container, and the path in it.
+
+    Credentials come from the environment, as those of the store's own tools.
+    """
+    scheme, _, rest = url.partition("://")
+    bucket, _, path = rest.partition("/")
+    stores = obstore.store
+    if scheme == "s3":
+        return stores.S3Store(bucket, **_s3_options()), path
+    return (stores.GCSStore if scheme == "gs" else stores.AzureStore)(bucket), path
 
 
-def _endpoint() -> str | None:
-    return os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or None
+def _service(url: str) -> str | None:
+    """Return what tells services apart that have the same URLs: an endpoint of S3, or an account of Azure."""
+    endpoints = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+    names = {"s3": endpoints, "az": ("AZURE_STORAGE_ACCOUNT_NAME",)}.get(url.partition("://")[0], ())
+    return next(filter(None, map(os.environ.get, names)), None)
 
 
 def _s3_options() -> dict[str, Any]:
     """Return what obstore does not find by itself: profiles of ~/.aws, and a plain-HTTP endpoint."""
     options: dict[str, Any] = {}
-    if (endpoint := _endpoint()) is not None:
+    if (endpoint := _service("s3://")) is not None:
         options["endpoint"] = endpoint
         options["client_options"] = {"allow_http": endpoint.startswith("http://")}
     if "AWS_ACCESS_KEY_ID" not in os.environ:

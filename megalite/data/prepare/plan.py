@@ -17,7 +17,7 @@ from megalite.data.preprocessing.input_plan import InputPiece, InputPlan, Prepro
 from megalite.data.tokenizers.tokenizer import TokenizerFiles, tokenizer_digest
 from megalite.utils.errors import ConfigError, UserError, collected
 from megalite.utils.files import make_writable, read_yaml_file, url_problem
-from megalite.utils.object_store import ObjectFolder, is_remote, is_s3
+from megalite.utils.object_store import ObjectFolder, is_object_url, is_remote
 
 PASSES = ("sign", "match", "tokenize", "shard", "finish")
 """The passes in order: hash, find duplicates, tokenize what is kept, shuffle, and write list and report."""
@@ -65,7 +65,7 @@ class CorpusJob:
     input: tuple[str, ...]
     """Files, globs and folders, also URLs."""
     output: str
-    """Prefix of the output, also in S3."""
+    """Prefix of the output, also in object storage."""
     tokenizer: TokenizerSettings
     steps: tuple[CorpusStep, ...] = ()
     text: str = "text"
@@ -91,7 +91,7 @@ class CorpusJob:
     @property
     def output_url(self) -> str | None:
         """Return the URL of the folder of the output; None if it is on this machine."""
-        return self.output.rpartition("/")[0] if is_s3(self.output) else None
+        return self.output.rpartition("/")[0] if is_object_url(self.output) else None
 
     @property
     def output_name(self) -> str:
@@ -278,7 +278,7 @@ def make_plan(job: CorpusJob) -> CorpusPlan:
 def _check_output(job: CorpusJob) -> None:
     """Check that the output can be written, before any work is done."""
     if problem := "" if job.output_url else url_problem(job.output):
-        raise UserError(f"output: {problem}, or s3://BUCKET/NAME")
+        raise UserError(f"output: {problem}, or s3://BUCKET/NAME, gs://... or az://...")
     if (job.output_url is None) != (job.run.folder is None):
         what = "is for an output in object storage: remove it"
         if job.output_url:

@@ -1,15 +1,16 @@
-"""Read Parquet, Arrow and Zstandard files."""
+"""Read Parquet, Arrow and Zstandard files, and objects of a store as streams."""
 
 from __future__ import annotations
 
 import importlib
 import io
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, BinaryIO, cast
 
 from megalite.utils.errors import UserError, first_line
-from megalite.utils.object_store import ObjectStream, is_remote
+from megalite.utils.object_store import is_remote, open_object
 
 _BATCH_ROWS = 256
 _BATCHES_PER_GROUP = 16
@@ -159,3 +160,39 @@ class _ChunkStream(io.RawIOBase):
         size = min(len(buffer), len(self._rest))
         buffer[:size], self._rest = self._rest[:size], self._rest[size:]
         return size
+
+
+class ObjectStream(io.RawIOBase):
+    """Stream of the bytes of an object from `begin` on; a context manager.
+
+    Attributes:
+        size: size of the object in bytes.
+    """
+
+    def __init__(self, url: str, begin: int = 0) -> None:
+        self._object = open_object(url)
+        self.size = self._object.size
+        self._position = begin
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self.size}[whence]
+        self._position = start + offset
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        end = min(self._position + len(buffer), self.size)
+        if end <= self._position:
+            return 0
+        data = self._object.read(self._position, end)
+        buffer[: len(data)] = data
+        self._position += len(data)
+        return len(data)

@@ -10,18 +10,19 @@ import lzma
 import os
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
 from megalite.data._json_reader import json_texts
-from megalite.data.preprocessing.compressed_readers import open_zstandard, read_rows
+from megalite.data.preprocessing.compressed_readers import ObjectStream, open_zstandard, read_rows
 from megalite.data.tokenizers.hf_tokenizer import json_object
 from megalite.utils.errors import ConfigError, UserError
 from megalite.utils.files import parse_json
-from megalite.utils.object_store import ObjectStream, find_objects, is_remote, open_object
+from megalite.utils.object_store import find_objects, is_remote, open_object
 
 _KINDS = {
     "jsonl": "json",
@@ -116,22 +117,26 @@ def find_inputs(patterns: Sequence[str]) -> list[str]:
 
 def _files_in(folder: str) -> list[str]:
     """Return the files of known formats in a folder and the folders in it, except hidden ones."""
-    found = []
-    for parent, folders, names in os.walk(str(Path(folder))):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        present = set(names)
-        if {"state.json", "dataset_info.json"} <= present:  # written by save_to_disk of Hugging Face
+    found, folders = [], [str(Path(folder))]
+    while folders:
+        parent = folders.pop()
+        with os.scandir(parent) as entries:
+            present = {entry.name: entry for entry in entries if not entry.name.startswith(".")}
+        folders += [entry.path for entry in present.values() if entry.is_dir(follow_symlinks=False)]
+        names: Iterable[str] = present
+        if {"state.json", "dataset_info.json"} <= present.keys():  # written by save_to_disk of Hugging Face
             saved = json_object(Path(parent, "state.json")).get("_data_files", [])
-            names = [file["filename"] for file in saved]
+            names = [file["filename"] for file in saved if file["filename"] in present]
         for name in names:
             # An earlier run writes two .json files beside its .idx: a report, and the tokenizer's digest.
             dataset = name.removesuffix(".json").removesuffix(".tokenizer")
             is_report = name.endswith(".json") and f"{dataset}.idx" in present
-            if _suffixes(name)[0] in _KINDS and not is_report and not name.startswith("."):
-                found.append(os.path.join(parent, name).removeprefix("./"))
-    return sorted(filter(os.path.isfile, found))
+            if _suffixes(name)[0] in _KINDS and not is_report and present[name].is_file():
+                found.append(present[name].path.removeprefix("./"))
+    return sorted(found)
 
 
+@lru_cache(maxsize=1)
 def _suffixes(path: str) -> tuple[str, str]:
     """Return the suffixes of a file's format and of its compression in lower case, each "" if it has none."""
     _, *suffixes = path.rpartition("/")[2].lower().rsplit(".", 2)

@@ -21,7 +21,7 @@ from megalite.config import (
     rules,
 )
 from megalite.config.fields import ConfigField, config_fields, fields_by_flag
-from megalite.config.option import FOLDER_OR_S3, LOCAL_PATH, flag_of
+from megalite.config.option import FOLDER_OR_URL, LOCAL_PATH, flag_of
 from megalite.config.rules.attention_rules import (
     assigned_documents,
     comm_types_of_layers,
@@ -638,16 +638,16 @@ def test_positions_that_restart_change_no_distances() -> None:
 
 
 LOCAL_PATHS = {field.name for field in config_fields() if field.declared.allowed is LOCAL_PATH}
-IN_S3 = {field.name for field in config_fields() if field.declared.allowed is FOLDER_OR_S3}
+STORED = {field.name for field in config_fields() if field.declared.allowed is FOLDER_OR_URL}
 
 
-def test_checkpoints_can_be_in_s3_alone() -> None:
+def test_checkpoints_alone_can_be_in_object_storage() -> None:
     for flag in ("--save", "--load"):
-        assert not any("is a URL" in each for each in problems_of(parse([flag, "s3://bucket/run"])[0], 1))
-        (problem,) = [
-            each for each in problems_of(parse([flag, "gs://bucket/run"])[0], 1) if "is a URL" in each
-        ]
-        assert problem.endswith("or on a mounted file system, or s3://BUCKET/FOLDER")
+        for store in ("s3", "gs", "az"):
+            config, _ = parse([flag, f"{store}://bucket/run"])
+            assert not any("is a URL" in each for each in problems_of(config, 1))
+        (problem,) = [each for each in problems_of(parse([flag, "hf://b/run"])[0], 1) if "is a URL" in each]
+        assert problem.endswith("on a mounted file system, or s3://BUCKET/FOLDER, gs://... or az://...")
     _, notices = parse(["--save", "here", "--save-stage", "there"])
     assert any("--save-stage" in each and "neither --save nor --load is a URL" in each for each in notices)
 
@@ -666,7 +666,7 @@ def test_a_url_is_refused_where_a_path_is_needed(name: str) -> None:
 def test_every_field_that_names_a_path_is_looked_at() -> None:
     texts = {field.name for field in config_fields() if field.kind.item is str and not field.kind.is_many}
     words = ("_path", "_dir", "_file", "_json", "save", "load")
-    assert {name for name in texts if name.endswith(words)} <= LOCAL_PATHS | IN_S3
+    assert {name for name in texts if name.endswith(words)} <= LOCAL_PATHS | STORED
 
 
 @pytest.mark.parametrize(

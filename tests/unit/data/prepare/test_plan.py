@@ -56,7 +56,7 @@ def problems_of(folder: Path, **options: Any) -> list[str]:
         ({"steps": [{"decontaminate": "none.jsonl"}]}, "none.jsonl names no file"),
         ({"input": "none/*.jsonl"}, "input: none/*.jsonl names no file: pass files, globs or folders"),
         ({"input": "-"}, "standard input can be read only once"),
-        ({"output": "gs://bucket/c"}, "output: gs://bucket/c is a URL"),
+        ({"output": "hf://bucket/c"}, "output: hf://bucket/c is a URL"),
         ({"tokenizer": {"type": "bite"}}, "tokenizer: type bite is unknown: did you mean byte?"),
     ],
 )

@@ -313,5 +313,5 @@ def test_a_corpus_in_object_storage_is_that_of_a_folder(
             plan_of(tmp_path, **{**work, "run": {}})
     with pytest.raises(UserError, match=r"run: folder is for an output in object storage: remove it"):
         plan_of(tmp_path, **{**work, "output": str(tmp_path / "out" / "c")})
-    with pytest.raises(UserError, match=r"output: gs://b/c is a URL: pass a path .* or s3://BUCKET/NAME"):
-        plan_of(tmp_path, **{**work, "output": "gs://b/c"})
+    with pytest.raises(UserError, match=r"output: hf://b/c is a URL: pass a path .* or s3://BUCKET/NAME"):
+        plan_of(tmp_path, **{**work, "output": "hf://b/c"})
