@@ -51,6 +51,7 @@ class ObjectServer(ThreadingHTTPServer):
         write_delay: seconds before each answer to a request that changes objects of 1,000 bytes or more.
         ignores_conditions: whether writes happen whatever is there, as in some stores.
         is_read_only: whether writes are forbidden.
+        refusal: code of the error with which all requests are refused; empty for none.
     """
 
     def __init__(self) -> None:
@@ -61,7 +62,7 @@ class ObjectServer(ThreadingHTTPServer):
         self.uploads: dict[str, str] = {}  # objects of all multipart uploads, also ended ones, by id
         self.requests: list[ServedRequest] = []
         self.writes: list[tuple[str, str]] = []
-        self.flips_in = ""
+        self.flips_in = self.refusal = ""
         self.flips = self.refusals = self.cuts = 0
         self.delay = self.write_delay = 0.0
         self.ignores_conditions = self.is_read_only = False
@@ -155,8 +156,8 @@ class _Handler(BaseHTTPRequestHandler):
         with self.server.lock:
             self.server.writes.append((self.command, name))
         time.sleep(self.server.delay + (self.server.write_delay if len(body) >= 1000 else 0.0))
-        if self.server.is_read_only:
-            self._send(403, b"<Error><Code>AccessDenied</Code></Error>", True)
+        if code := self.server.refusal or ("AccessDenied" if self.server.is_read_only else ""):
+            self._refuse(code, with_body=True)
             return name, {}, None
         return name, parse_qs(query, keep_blank_values=True), body
 
@@ -168,6 +169,8 @@ class _Handler(BaseHTTPRequestHandler):
         time.sleep(self.server.delay)
         name = unquote(self.path.partition("?")[0]).lstrip("/")
         query = parse_qs(self.path.partition("?")[2])
+        if self.server.refusal:
+            return self._refuse(self.server.refusal, with_body)
         if "list-type" in query:
             return self._list(name, {key: values[0] for key, values in query.items()})
         if "uploads" in parse_qs(self.path.partition("?")[2], keep_blank_values=True):
@@ -234,6 +237,10 @@ class _Handler(BaseHTTPRequestHandler):
             key = escape(names[each].partition("/")[2])
             text += f"<Upload><Key>{key}</Key><UploadId>{escape(each)}</UploadId></Upload>"
         self._send_xml("ListMultipartUploadsResult", text)
+
+    def _refuse(self, code: str, with_body: bool) -> None:
+        text = f"<Error><Code>{code}</Code><Message>It says why.</Message></Error>" if with_body else ""
+        self._send(404 if code.startswith("NoSuch") else 403, text.encode(), with_body)
 
     def _send_xml(self, name: str, content: str) -> None:
         self._send(200, f"<{name}>{content}</{name}>".encode(), with_body=True)

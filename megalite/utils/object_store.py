@@ -398,12 +398,12 @@ class ObjectFolder:
             yield
         except exceptions.AlreadyExistsError:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), url) from None
-        except (exceptions.NotFoundError, exceptions.PreconditionError, FileNotFoundError):
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), url) from None
-        except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), url) from None
+        except (exceptions.NotFoundError, exceptions.PreconditionError, FileNotFoundError) as error:
+            raise FileNotFoundError(errno.ENOENT, _reason(error, errno.ENOENT), url) from None
+        except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
+            raise PermissionError(errno.EACCES, _reason(error, errno.EACCES), url) from None
         except exceptions.BaseError as error:
-            raise OSError(errno.EIO, first_line(error), url) from None
+            raise OSError(errno.EIO, _reason(error), url) from None
 
 
 _PART_BYTES = 16 << 20
@@ -458,7 +458,27 @@ def _named_errors(url: str) -> Iterator[None]:
     except (FileNotFoundError, UserError):
         raise
     except Exception as error:
-        raise UserError(f"cannot read {url}: {first_line(error)}") from None
+        raise UserError(f"cannot read {url}: {_reason(error)}") from None
+
+
+def _reason(error: Exception, number: int | None = None) -> str:
+    """Return why a store refuses a request, in one line: the code and the text of its answer if it has one.
+
+    Args:
+        number: what the error means to a file system, if that is all that the usual answers say.
+    """
+    answer = re.search(r"<Code>(\w+)</Code>(?:\s*<Message>([^<\n]*))?", str(error))
+    if answer and (number is None or answer[1] not in _USUAL_CODES):
+        return ": ".join(part.strip(" .") for part in answer.groups() if part)
+    if number is not None:
+        return os.strerror(number)
+    if status := re.search(r"status code: (\d+ [\w ]+)", str(error)):  # the answer to HEAD has no text
+        hint = ": check credentials, permissions and this machine's clock" if "403" in status[1] else ""
+        return f"the store answers {status[1].strip()}{hint}"
+    return first_line(error)
+
+
+_USUAL_CODES = ("NoSuchKey", "BlobNotFound", "PreconditionFailed", "ConditionNotMet", "AccessDenied")
 
 
 def fsspec_store(url: str) -> tuple[Any, str]:

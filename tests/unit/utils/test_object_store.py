@@ -122,6 +122,25 @@ def test_errors_are_those_of_a_file_system(server: ObjectServer) -> None:
             ObjectFolder(url)
 
 
+def test_an_error_says_what_the_store_says(server: ObjectServer) -> None:
+    """As for a clock that is wrong, unless a file system says the same."""
+    folder = ObjectFolder("s3://b/run")
+    server.refusal = "RequestTimeTooSkewed"
+    for call in (lambda: folder.read("x"), lambda: folder.write("x", b""), folder.list_top):
+        with pytest.raises(OSError, match=r"\] RequestTimeTooSkewed: It says why: 's3://b/run"):
+            call()
+    with pytest.raises(UserError, match=r"s3://b/\*: RequestTimeTooSkewed: It says why$"):
+        find_objects("s3://b/*")
+    with pytest.raises(UserError, match=r"s3://b/x: the store answers 403 Forbidden: check .* clock$"):
+        open_object("s3://b/x")
+    server.refusal = "NoSuchBucket"
+    with pytest.raises(FileNotFoundError, match=r"NoSuchBucket: It says why"):
+        folder.write("x", b"")
+    server.refusal = "AccessDenied"
+    with pytest.raises(PermissionError, match=r"Permission denied: 's3://b/run/x'"):
+        folder.read("x")
+
+
 def test_urls_have_folders_of_their_own_on_this_machine(tmp_path: Path, monkeypatch) -> None:
     """Also the buckets of each endpoint."""
     urls = ["s3://b/run", "s3://b/run/x", "s3://b/run_x", "s3://b/run%2Fx", "s3://b/..", "s3://b/run@c:1"]
