@@ -198,6 +198,23 @@ def test_the_cache_is_bounded_while_it_is_read(
     assert 0.8 * limit < max(kept) <= 1.02 * limit, "but for the file system's own blocks"
 
 
+def test_an_index_above_the_limit_leaves_most_of_what_was_just_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It must stay, so removing regions makes no space: then no more of them go than come."""
+    monkeypatch.setattr(storage, "_REGION_BYTES", size := 1 << 16)
+    index, *shards = files = ("c.idx", "c0.bin", "c1.bin")
+    opened = {}
+    for name in files:
+        MemoryFileSystem().pipe_file(f"/bucket/{name}", os.urandom(8 * size))
+        opened[name] = storage.CachedBytes(f"memory://bucket/{name}", tmp_path / "blocks", limit=4 * size)
+    storage.fetch_missing({opened[index]: [(0, 8 * size)]})
+    first, second = (opened[name] for name in shards)
+    storage.fetch_missing({first: [(0, 8 * size)], second: [(0, size)]})
+    assert sum(first.copy(i * size, (i + 1) * size) is not None for i in range(8)) == 7
+    assert opened[index].copy(0, 8 * size) is not None
+
+
 def test_a_copy_that_lost_its_bytes_meanwhile_is_not_used(write_dataset: WriteDataset) -> None:
     dataset = IndexedDataset(upload(write_dataset([40])))
     file = dataset.files[0]

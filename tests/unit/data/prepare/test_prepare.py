@@ -144,7 +144,7 @@ def test_kills_at_any_time_change_no_byte(tmp_path: Path) -> None:
     seconds, whole = time.monotonic() - started, digests_of(tmp_path)
     shutil.rmtree(tmp_path / "out")
     chance, num_interrupted = random.Random(1), 0
-    for _ in range(12):
+    for _ in range(50):
         process = subprocess.Popen(
             [*command, "--workers", "2"],
             start_new_session=True,
@@ -158,7 +158,7 @@ def test_kills_at_any_time_change_no_byte(tmp_path: Path) -> None:
         if process.wait() == 0:
             assert digests_of(tmp_path) == whole
             shutil.rmtree(tmp_path / "out")
-    assert num_interrupted > 4
+    assert num_interrupted > 20
     subprocess.run([*command, "--workers", "2"], check=True, capture_output=True)
     assert digests_of(tmp_path) == whole
 
