@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from html import escape
 from importlib import resources
 from typing import Any
@@ -73,6 +73,7 @@ def page(runs: Sequence[Run], comparisons: Sequence[TimeComparison | None] = ())
         "<h2>Metrics</h2>",
         *(part for run in runs for part in _tables(run, (metric_table(run.history),), len(runs) > 1)),
         *map(_experts, runs),
+        *map(_data_phases, runs),
         "<h2>Config</h2>",
         *map(_config, runs),
     ]
@@ -93,6 +94,31 @@ def _experts(run: Run) -> str:
         return ""
     table = expert_table(rows[-1])
     return f"<h2>Experts of {escape(run.name)}</h2><h4>{table.title}</h4>{html_table(table)}"
+
+
+def _data_phases(run: Run) -> str:
+    """Return the phases of the training data and their weights, from the newest checkpoint."""
+    description = {} if run.manifest is None else run.manifest.description
+    if not (mixture := description.get("corpora", {}).get("mixture")):
+        return ""
+    consumed = description["progress"]["consumed_samples"]
+    firsts = [first for first, *_ in mixture["phases"]]
+    rows = []
+    for number, (first, weights, ramp) in enumerate(mixture["phases"], 1):
+        start = f"from {_weights(ramp[1])} to " if ramp else ""
+        is_over = number < len(firsts) and firsts[number] <= consumed
+        state = "over" if is_over else "now" if first <= consumed else "later"
+        rows.append((str(number), f"{first:,}", f"{start}{_weights(weights)}", state))
+    table = Table("", ("phase", "first sample", "weights", "state"), tuple(rows))
+    ended = (f"{name} ran out at sample {at:,}" for name, at in mixture["exhausted"].items() if at < consumed)
+    notes = "".join(f"<p>{escape(note)}</p>" for note in ended)
+    title = f"Data of {escape(run.name)}, at sample {consumed:,}"
+    return f"<h2>{title}</h2>{html_table(table)}{notes}"
+
+
+def _weights(weights: Mapping[str, float]) -> str:
+    total = sum(weights.values())
+    return ", ".join(f"{name} {weight / total:.1%}" for name, weight in weights.items())
 
 
 def _summary(runs: Sequence[Run]) -> str:

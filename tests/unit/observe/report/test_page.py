@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -69,6 +71,22 @@ def test_bars_of_the_waterfall_start_where_the_last_one_ends(tmp_path: Path) -> 
 def test_a_run_whose_only_loss_is_nan_has_a_page(tmp_path: Path) -> None:
     run = open_run(write_metrics(tmp_path / "run.jsonl", [{"iteration": 1, "lm_loss": "NaN"}]))
     assert "<h2>Where the time went</h2>" in page([run])
+
+
+def test_phases_of_the_data_and_which_is_read(tmp_path: Path) -> None:
+    run = _run(tmp_path, {})
+    assert "Data of" not in page([run])
+    phases = [[0, {"web": 3.0, "code <c>": 1.0}, None], [100, {"web": 1.0}, [300, {"web": 0.5, "math": 0.5}]]]
+    mixture = {"names": ["web", "code <c>", "math"], "phases": phases, "exhausted": {"math": 90, "web": 400}}
+    states = {0: ("now", "later"), 99: ("now", "later"), 100: ("over", "now")}
+    for consumed, (first, second) in states.items():
+        description = {"progress": {"consumed_samples": consumed}, "corpora": {"mixture": mixture}}
+        text = page([replace(run, manifest=mock.Mock(description={"model": {}, **description}, tensors={}))])
+        assert f"at sample {consumed}</h2>" in text
+        assert f"<td>0</td><td>web 75.0%, code &lt;c&gt; 25.0%</td><td>{first}</td>" in text
+        assert f"<td>from web 50.0%, math 50.0% to web 100.0%</td><td>{second}</td>" in text
+        assert ("math ran out at sample 90" in text) == (consumed > 90)
+        assert "web ran out" not in text
 
 
 def test_loads_of_experts_are_multiples_of_the_mean() -> None:
