@@ -1,12 +1,14 @@
-"""How fast does `megalite prepare` sign documents, beside datatrove, and what do two processes gain?
+"""How fast does `megalite prepare` sign documents, or write a corpus, beside datatrove?
 
 The texts are random parts of the corpus that ships with the repository, with a twentieth of their words
 replaced. Both programs read the same JSONL and write keys of 14 bands of 8 values; datatrove, if it is
 installed with its word tokenizer (spacy), is used with its defaults. Programs take turns, each in a new
 process. It prints medians over the rounds: megabytes of text per second of wall and of CPU time; start-up,
-measured with one document, is subtracted.
+measured with one document, is subtracted. With --whole, both remove near duplicates and write tokens by two
+processes: the whole of megalite's command, and datatrove's four stages with its MegatronDocumentTokenizer.
 
     python benchmarks/corpus.py --megabytes 24
+    python benchmarks/corpus.py --megabytes 24 --whole --python VENV/bin/python
     python benchmarks/corpus.py --megabytes 240 --only megalite
 """
 
@@ -22,7 +24,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
+
+from megalite.data.tokenizers.train_tokenizer import read_texts, train_bpe
 
 ROOT = Path(__file__).parents[1]
 DATATROVE = """
@@ -32,6 +39,32 @@ from datatrove.pipeline.dedup.minhash import MinhashDedupSignature
 texts = (json.loads(line)["text"] for path in sys.argv[2:] for line in open(path))
 documents = (Document(text=text, id="") for text in texts)
 MinhashDedupSignature(sys.argv[1]).run(documents)
+"""
+
+
+WHOLE = """
+import sys
+from datatrove.executor import LocalPipelineExecutor
+from datatrove.pipeline.dedup import minhash
+from datatrove.pipeline.readers import JsonlReader
+from datatrove.pipeline.tokens import MegatronDocumentTokenizer
+texts, out, tokenizer = sys.argv[1:]
+stages = [
+    ([JsonlReader(texts), minhash.MinhashDedupSignature(f"{out}/signatures")], 4),
+    ([minhash.MinhashDedupBuckets(f"{out}/signatures", f"{out}/buckets")], 14),
+    ([minhash.MinhashDedupCluster(f"{out}/buckets", f"{out}/ids")], 1),
+    (
+        [
+            JsonlReader(texts),
+            minhash.MinhashDedupFilter(f"{out}/ids"),
+            MegatronDocumentTokenizer(f"{out}/tokens", tokenizer_name_or_path=tokenizer),
+        ],
+        4,
+    ),
+]
+if __name__ == "__main__":
+    for number, (steps, tasks) in enumerate(stages):
+        LocalPipelineExecutor(steps, tasks=tasks, workers=2, logging_dir=f"{out}/logs/{number}").run()
 """
 
 
@@ -51,19 +84,25 @@ def write_texts(folder: Path, num_bytes: int) -> None:
                 stream.write(f"{json.dumps({'text': ' '.join(text)})}\n")
 
 
-def megalite(folder: Path, workers: int) -> list[str]:
-    """Return the command that runs the pass sign."""
-    settings = {"input": str(folder), "output": f"{folder}-{workers}/c", "tokenizer": {"type": "byte"}}
+def megalite(folder: Path, workers: int, *, tokenizer: Path | None = None) -> list[str]:
+    """Return the command that runs the pass sign, or all passes with this tokenizer."""
+    settings = {"input": str(folder), "output": f"{folder}-{workers}/c", "steps": ["exact", "minhash"]}
+    kind = (
+        {"type": "byte"} if tokenizer is None else {"type": "HuggingFaceTokenizer", "model": str(tokenizer)}
+    )
     config = Path(f"{folder}.yaml")
-    config.write_text(json.dumps(settings | {"steps": ["exact", "minhash"]}))
-    program = str(ROOT / "tools" / "prepare_corpus.py")
-    return [sys.executable, program, "--config", str(config), "--pass", "sign", "--workers", str(workers)]
+    config.write_text(json.dumps(settings | {"tokenizer": kind}))
+    command = [sys.executable, str(ROOT / "tools" / "prepare_corpus.py"), "--config", str(config)]
+    return [*command, "--workers", str(workers), *(() if tokenizer else ("--pass", "sign"))]
 
 
-def datatrove(folder: Path) -> list[str]:
-    """Return the command that writes datatrove's signatures."""
-    files = sorted(map(str, folder.iterdir()))
-    return [sys.executable, "-c", DATATROVE, f"{folder}-signatures", *files]
+def datatrove(folder: Path, python: str, *, tokenizer: Path | None = None) -> list[str]:
+    """Return the command that writes datatrove's signatures, or all stages with this tokenizer."""
+    if tokenizer is None:
+        return [python, "-c", DATATROVE, f"{folder}-signatures", *sorted(map(str, folder.iterdir()))]
+    program = Path(f"{folder}-whole.py")  # its processes import it
+    program.write_text(WHOLE)
+    return [python, str(program), str(folder), f"{folder}-signatures", str(tokenizer)]
 
 
 def seconds(command: list[str], outputs: list[Path]) -> tuple[float, float]:
@@ -81,6 +120,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--megabytes", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--whole", action="store_true", help="write the corpus, with a BPE of 10,000 tokens")
+    parser.add_argument("--python", default=sys.executable, help="Python that has datatrove")
     parser.add_argument("--only", choices=("megalite", "datatrove"), default="", help="one of the programs")
     flags = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
@@ -88,17 +129,30 @@ def main() -> None:
         write_texts(whole, flags.megabytes * 10**6)
         write_texts(one, 4)
         size = sum(file.stat().st_size for file in whole.iterdir()) / 1e6
-        runs = {"megalite": (megalite, 1), "megalite, 2 processes": (megalite, 2), "datatrove": (datatrove,)}
+        runs: dict[str, tuple[Callable[..., list[str]], Any]] = {
+            "megalite": (megalite, 1),
+            "megalite, 2 processes": (megalite, 2),
+            "datatrove": (datatrove, flags.python),
+        }
+        if flags.whole:
+            tokenizer = Path(name, "tokenizer.json")
+            tokenizer.write_bytes(
+                train_bpe(read_texts([str(whole)], "text", max_documents=5000), 10_000).content
+            )
+            runs = {
+                "megalite, whole": (partial(megalite, tokenizer=tokenizer), 2),
+                "datatrove, whole": (partial(datatrove, tokenizer=tokenizer), flags.python),
+            }
         rates: dict[str, list[tuple[float, float]]] = {}
         runs = {label: run for label, run in runs.items() if label.startswith(flags.only)}
         for _ in range(flags.rounds):
-            for label, (command, *arguments) in runs.items():
+            for label, (command, argument) in runs.items():
                 outputs = [
                     Path(f"{folder}{end}") for folder in (one, whole) for end in ("-1", "-2", "-signatures")
                 ]
                 try:
-                    startup = seconds(command(one, *arguments), outputs)
-                    total = seconds(command(whole, *arguments), outputs)
+                    startup = (0.0, 0.0) if flags.whole else seconds(command(one, argument), outputs)
+                    total = seconds(command(whole, argument), outputs)
                 except subprocess.CalledProcessError as error:
                     print(f"{label} cannot run: exit status {error.returncode}")
                     continue
