@@ -186,7 +186,7 @@ class _Handler(BaseHTTPRequestHandler):
         begin, end, status = 0, len(data), 200
         if requested := self.headers.get("Range"):
             first, _, last = requested.removeprefix("bytes=").partition("-")
-            begin, end, status = int(first), min(int(last) + 1, len(data)), 206
+            begin, end, status = int(first), min(int(last or len(data)) + 1, len(data)), 206
         with self.server.lock:
             self.server.requests.append(ServedRequest(self.command, name, begin, end))
         body = data[begin:end]
