@@ -16,9 +16,21 @@ from megalite.config import Config, ModelConfig
 from megalite.config.fields import config_fields
 from megalite.config.validate import range_problems
 from megalite.frontends.huggingface.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE
+from megalite.frontends.huggingface.dense import (
+    ARCEE,
+    ERNIE4_5,
+    EXAONE4,
+    GLM,
+    GLM4,
+    HELIUM,
+    MINISTRAL,
+    PHI3,
+    SEED_OSS,
+)
 from megalite.frontends.huggingface.family import UNREADABLE, Entry, Family
-from megalite.frontends.huggingface.gemma import GEMMA2, GEMMA3, GEMMA4
+from megalite.frontends.huggingface.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA4
 from megalite.frontends.huggingface.gpt import BERT, BLOOM, GPT2, GPT_NEOX, GPTJ
+from megalite.frontends.huggingface.layer_norm import NEMOTRON, PHI, STABLELM, STARCODER2
 from megalite.frontends.huggingface.llama import (
     GPT_OSS,
     LLAMA,
@@ -44,6 +56,8 @@ FAMILIES: Mapping[str, Family] = {
         *(GPT2, BLOOM, LLAMA, MISTRAL, MINISTRAL3, QWEN2, QWEN3, OLMO2, OLMO3, SMOLLM3, GEMMA2, GEMMA3),
         *(GEMMA4, GPT_NEOX, GPTJ, BERT, MIXTRAL, QWEN3_MOE, OLMOE, DEEPSEEK_V3, DEEPSEEK_V2),
         *(QWEN3_NEXT, QWEN3_5, NEMOTRON_H, QWEN2_MOE, QWEN3_5_MOE, GLM4_MOE, MINIMAX_M2, GPT_OSS),
+        *(ARCEE, SEED_OSS, PHI3, GLM, GLM4, ERNIE4_5, HELIUM, MINISTRAL, EXAONE4, GEMMA),
+        *(STARCODER2, STABLELM, PHI, NEMOTRON),
     )
 } | {"kimi_k2": DEEPSEEK_V3}
 """All architectures by `model_type`; Kimi K2 is DeepSeek-V3 with other sizes, and is written as such."""

@@ -1,4 +1,4 @@
-"""Gemma 2, Gemma 3 and Gemma 4."""
+"""Gemma, Gemma 2, Gemma 3 and Gemma 4."""
 
 from __future__ import annotations
 
@@ -39,13 +39,35 @@ def _read_causal(hf: HFSettings, _: Fields) -> Fields:
     return {}
 
 
+ROOT_OF_WIDTH = Rule(lambda hf, fields: {"embedding_multiplier": fields["hidden_size"] ** 0.5})
+"""Rule of token embeddings that are multiplied by the square root of the hidden size."""
+GEMMA = replace(
+    LLAMA,
+    model_type="gemma",
+    architecture="GemmaForCausalLM",
+    rules=(
+        *llama_like(
+            8192,
+            head_dim=256,
+            # In early files, gelu means its approximation.
+            function=activation("hidden_act", "gelu_pytorch_tanh", {**HF_GATES, "gelu": "geglu"}),
+        ),
+        biases(),
+        ROOT_OF_WIDTH,
+        Rule(_read_causal),
+        fixed(zero_centered_norms=True),
+    ),
+    tied=True,
+    without_effect=("hidden_activation",),
+    mtp=(),
+)
 _GEMMA = (
     biases(),
     fixed(norm_position="sandwich"),
     activation("hidden_activation", "gelu_pytorch_tanh", HF_GATES),
-    Rule(lambda hf, fields: {"embedding_multiplier": fields["hidden_size"] ** 0.5}),
+    ROOT_OF_WIDTH,
 )
-"""Rules of all Gemma."""
+"""Rules of Gemma 2 to 4."""
 _SCALED = (
     Rule(_read_causal),
     fixed(zero_centered_norms=True),

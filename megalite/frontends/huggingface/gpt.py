@@ -15,6 +15,7 @@ from megalite.frontends.huggingface.settings import (
     activation,
     biases,
     fixed,
+    hidden_dropout,
     only,
     setting,
 )
@@ -23,16 +24,8 @@ from megalite.utils.errors import UserError
 
 def _gpt2_like(dropout: float) -> tuple[Rule, ...]:
     """Return the rules that GPT-2 and GPT-J share; `dropout` is the default of their dropouts."""
-
-    def read_dropout(hf: HFSettings, _: Fields) -> Fields:
-        hf.require_equal("embd_pdrop", "resid_pdrop", default=dropout)
-        return {"hidden_dropout": hf.get("resid_pdrop", dropout)}
-
-    def write_dropout(config: ModelConfig) -> Fields:
-        return dict.fromkeys(("embd_pdrop", "resid_pdrop"), config.hidden_dropout)
-
     return (
-        Rule(read_dropout, write_dropout),
+        hidden_dropout("embd_pdrop", "resid_pdrop", dropout),
         setting("n_layer num_hidden_layers", "num_layers"),
         setting("n_embd hidden_size", "hidden_size"),
         setting("n_head num_attention_heads", "num_attention_heads"),

@@ -54,6 +54,7 @@ from megalite.frontends.huggingface.settings import (
 from megalite.utils.errors import UserError
 
 _USUAL_POSITIONS = rotary()
+_USUAL_GATES = activation("hidden_act", "silu", HF_GATES)
 
 
 def llama_like(
@@ -64,14 +65,18 @@ def llama_like(
     width: str = "intermediate_size",
     head_dim: int | None = None,
     writes_head_dim: bool = True,
+    norm: str = "rms_norm_eps",
+    function: Rule = _USUAL_GATES,
 ) -> tuple[Rule, ...]:
     """Return the rules that all descendants of Llama share.
 
     Args:
-        positions, epsilon, head_dim: defaults of `max_position_embeddings`, `rms_norm_eps` and `head_dim`.
+        positions, epsilon, head_dim: defaults of `max_position_embeddings`, `norm` and `head_dim`.
         rotary: rule of rotary positions.
         width: their name of the MLP's width.
         writes_head_dim: whether the family's heads may have another size than the usual one.
+        norm: their name of the epsilon of norms.
+        function: rule of the MLP's activation.
     """
     heads = setting("head_dim", "kv_channels", head_dim)
     return (
@@ -83,8 +88,8 @@ def llama_like(
         heads if writes_head_dim else Rule(heads.read),
         setting("max_position_embeddings", "seq_length", positions),
         rotary,
-        setting("rms_norm_eps", "norm_epsilon", epsilon),
-        activation("hidden_act", "silu", HF_GATES),
+        setting(norm, "norm_epsilon", epsilon),
+        function,
         setting("attention_dropout", "attention_dropout", 0.0),
         fixed(normalization="RMSNorm", add_bias_linear=False, hidden_dropout=0.0),
     )

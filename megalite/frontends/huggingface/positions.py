@@ -218,19 +218,55 @@ def layer_types(full_every: int, old_name: str = "") -> Rule:
     the samples.
 
     Args:
-        full_every: every Nth layer has no window, if the config does not list the layers.
+        full_every: every Nth layer has no window, if the config does not list the layers; 0 if all have one.
         old_name: older name of a setting for this number, if there is one.
     """
 
     def read(hf: HFSettings, fields: Fields) -> Fields:
-        size = hf.get("sliding_window", 4096)
-        every = hf.get(old_name, full_every) if old_name else full_every
-        marks = _marks_of(hf, [(number + 1) % every != 0 for number in range(fields["num_layers"])])
+        size, marks = _read_types(hf, fields, full_every, old_name)
         if size is None or (size >= fields["seq_length"] and not windows_differ(ModelConfig(**fields))):
             return {}
         return _window_fields(size, marks)
 
     return Rule(read, _written_types)
+
+
+def _read_types(
+    hf: HFSettings, fields: Fields, full_every: int, old_name: str
+) -> tuple[int | None, list[bool]]:
+    """Return the size of windows, and whether each layer has one; see `layer_types`."""
+    size, every = hf.get("sliding_window", 4096), hf.get(old_name, full_every) if old_name else full_every
+    listed = hf.get("layer_types") is not None  # the number may then be a word, such as LLLG
+    layers = range(fields["num_layers"])
+    return size, _marks_of(hf, [listed or not every or (number + 1) % every != 0 for number in layers])
+
+
+def windows_with_rotation(full_every: int, old_name: str = "", *, rotates_without: bool = False) -> Rule:
+    """Return the rule of families that rotate queries and keys only in layers with a window.
+
+    Args:
+        full_every, old_name: see `layer_types`.
+        rotates_without: whether a model without windows rotates in all layers.
+    """
+
+    def read(hf: HFSettings, fields: Fields) -> Fields:
+        size, marks = _read_types(hf, fields, full_every, old_name)
+        if size is None:
+            if not rotates_without or any(marks):
+                raise UserError(f"{hf.kind} with sliding_window None cannot be converted")
+            return {}
+        unrotated = () if all(marks) else tuple(int(not mark) for mark in marks)
+        windows = {} if size >= fields["seq_length"] else _window_fields(size, marks)
+        return {**windows, "no_rope_freq": unrotated or None}
+
+    def write(config: ModelConfig) -> Fields:
+        attention = [spec.attention for spec in config.layer_specs]
+        rotated = [spec is not None and spec.rotary is not None for spec in attention]
+        if rotates_without and all(rotated) and config.window_size is None:
+            return {"sliding_window": None, "layer_types": [FULL] * len(rotated)}
+        return {**_written_types(config), "layer_types": [WINDOW if mark else FULL for mark in rotated]}
+
+    return Rule(read, write)
 
 
 def _marks_of(hf: HFSettings, usual: list[bool]) -> list[bool]:

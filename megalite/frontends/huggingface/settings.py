@@ -224,6 +224,16 @@ def activation(theirs: str, default: str, known: dict[str, str] = HF_ACTIVATIONS
     return Rule(read, lambda config: {theirs: names.get(config.activation, default)})
 
 
+def hidden_dropout(of_embedding: str, of_blocks: str, default: float = 0.0) -> Rule:
+    """Return the rule of two dropouts that are one here: of the embeddings and of each block's output."""
+
+    def read(hf: HFSettings, fields: Fields) -> Fields:
+        hf.require_equal(of_embedding, of_blocks, default)
+        return {"hidden_dropout": hf.get(of_blocks, default)}
+
+    return Rule(read, lambda config: dict.fromkeys((of_embedding, of_blocks), config.hidden_dropout))
+
+
 def biases(default: bool = False, mlp: bool | None = False) -> Rule:
     """Return the rule of `attention_bias`, which adds biases to all projections of attention.
 

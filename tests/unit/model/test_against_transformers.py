@@ -19,20 +19,32 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 from transformers import (
+    ArceeConfig,
+    ArceeForCausalLM,
     BloomConfig,
     BloomForCausalLM,
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Ernie4_5Config,
+    Ernie4_5ForCausalLM,
+    Exaone4Config,
+    Exaone4ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     Gemma4ForCausalLM,
     Gemma4TextConfig,
+    GemmaConfig,
+    GemmaForCausalLM,
+    Glm4Config,
+    Glm4ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    GlmConfig,
+    GlmForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     GPTJConfig,
@@ -41,16 +53,22 @@ from transformers import (
     GPTNeoXForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
+    HeliumConfig,
+    HeliumForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MiniMaxM2Config,
     MiniMaxM2ForCausalLM,
     Ministral3Config,
     Ministral3ForCausalLM,
+    MinistralConfig,
+    MinistralForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    NemotronConfig,
+    NemotronForCausalLM,
     NemotronHConfig,
     NemotronHForCausalLM,
     Olmo2Config,
@@ -59,6 +77,10 @@ from transformers import (
     Olmo3ForCausalLM,
     OlmoeConfig,
     OlmoeForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen2MoeConfig,
@@ -73,8 +95,14 @@ from transformers import (
     Qwen3MoeForCausalLM,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
+    SeedOssConfig,
+    SeedOssForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
+    StableLmConfig,
+    StableLmForCausalLM,
+    Starcoder2Config,
+    Starcoder2ForCausalLM,
 )
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -128,7 +156,25 @@ MODELS = {
     "qwen3_5_moe": Qwen3_5MoeForCausalLM,
     "glm4_moe": Glm4MoeForCausalLM,
     "minimax_m2": MiniMaxM2ForCausalLM,
+    "arcee": ArceeForCausalLM,
+    "seed_oss": SeedOssForCausalLM,
+    "phi3": Phi3ForCausalLM,
+    "glm": GlmForCausalLM,
+    "glm4": Glm4ForCausalLM,
+    "ernie4_5": Ernie4_5ForCausalLM,
+    "helium": HeliumForCausalLM,
+    "ministral": MinistralForCausalLM,
+    "exaone4": Exaone4ForCausalLM,
+    "gemma": GemmaForCausalLM,
+    "starcoder2": Starcoder2ForCausalLM,
+    "stablelm": StableLmForCausalLM,
+    "phi": PhiForCausalLM,
+    "nemotron": NemotronForCausalLM,
 }
+
+
+ZERO_CENTERED = ("gemma", "gemma2", "gemma3", "nemotron")
+"""Models whose norms multiply by 1 + weight."""
 
 
 class InDoublePrecision(TorchFunctionMode):
@@ -607,6 +653,119 @@ def minimax_m2_config(choose):
     return like_llama(MiniMaxM2Config, choose, **fields)
 
 
+def arcee_config(choose):
+    fields = {**choose(BIASES), "hidden_act": choose(("relu2", "gelu", "relu"))}
+    return like_llama(ArceeConfig, choose, **fields)
+
+
+def seed_oss_config(choose):
+    fields = {**choose(BIASES), "attention_out_bias": choose((True, False))}
+    return like_llama(SeedOssConfig, choose, **fields, attention_dropout=0.0, residual_dropout=0.0)
+
+
+def rotated_share(choose, *shares):
+    """Rotary positions of a part of each head."""
+    return {"rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": choose(shares)}}
+
+
+def phi3_config(choose):
+    fields = {**whole_heads(choose), "sliding_window": choose((None, 2, 9))}
+    fields |= {**rotated_share(choose, 1.0, 0.5), "pad_token_id": None}
+    fields["hidden_size"] = 8 * fields["num_attention_heads"]
+    return like_llama(Phi3Config, choose, "head_dim", **fields)
+
+
+def glm_config(choose, kind=GlmConfig):
+    fields = {"head_dim": choose((4, 8)), **rotated_share(choose, 0.5, 1.0), **attention_bias(choose)}
+    return like_llama(kind, choose, **fields, pad_token_id=None)
+
+
+def glm4_config(choose):
+    return glm_config(choose, Glm4Config)
+
+
+def ernie4_5_config(choose):
+    return like_llama(
+        Ernie4_5Config, choose, "attention_dropout", use_bias=choose((True, False)), pad_token_id=None
+    )
+
+
+def helium_config(choose):
+    fields = {**whole_heads(choose), **choose(BIASES), "pad_token_id": None}
+    return like_llama(
+        HeliumConfig, choose, head_dim=fields["hidden_size"] // fields["num_attention_heads"], **fields
+    )
+
+
+def ministral_config(choose):
+    windows, full = "sliding_attention", "full_attention"
+    types = choose((None, [windows, full, windows], [full] * 3))
+    return like_llama(
+        MinistralConfig, choose, num_hidden_layers=3, sliding_window=choose((2, 9)), layer_types=types
+    )
+
+
+def rotated_windows(choose):
+    """Layers with and without windows, of which only the former rotate queries and keys."""
+    windows, full = "sliding_attention", "full_attention"
+    types = choose((None, [windows, full, windows], [full, full, windows], [windows] * 3))
+    return {"num_hidden_layers": 3, "sliding_window": choose((2, 9, 60)), "layer_types": types}
+
+
+def exaone4_config(choose):
+    fields = {**rotated_windows(choose), "sliding_window_pattern": choose((2, 3, "LLLG"))}
+    if fields["layer_types"] is None:
+        fields["sliding_window_pattern"] = 2
+    if choose((False, True, False)):
+        fields |= {"sliding_window": None, "layer_types": ["full_attention"] * 3}
+    return like_llama(Exaone4Config, choose, **fields)
+
+
+def gemma_config(choose):
+    fields = gemma_fields(choose)
+    for name in ("hidden_activation", "query_pre_attn_scalar"):
+        del fields[name]
+    fields = {name: value for name, value in fields.items() if "softcapping" not in name}
+    fields["hidden_act"] = choose(("gelu_pytorch_tanh", "silu", "gelu"))
+    return like_llama(GemmaConfig, choose, **fields, pad_token_id=None)
+
+
+def with_layer_norm(kind, choose, name, *omitted, **more):
+    """A config with a Llama's sizes; the epsilon of norms has another name."""
+    more[name] = choose((1e-6, 1e-3))
+    return like_llama(kind, choose, "rms_norm_eps", "head_dim", *omitted, **{**whole_heads(choose), **more})
+
+
+def starcoder2_config(choose):
+    fields = {"use_bias": choose((True, False)), "sliding_window": choose((None, 2, 9))}
+    fields["hidden_act"] = choose(("gelu_pytorch_tanh", "gelu", "relu"))
+    return with_layer_norm(Starcoder2Config, choose, "norm_epsilon", **fields)
+
+
+def of_partly_rotated(choose, *shares):
+    heads = {**whole_heads(choose), **rotated_share(choose, *shares)}
+    return {**heads, "hidden_size": 8 * heads["num_attention_heads"]}
+
+
+def stablelm_config(choose):
+    fields = {**of_partly_rotated(choose, 0.25, 0.5, 1.0), "use_qkv_bias": choose((True, False))}
+    fields["use_parallel_residual"] = choose((True, False))
+    return with_layer_norm(StableLmConfig, choose, "layer_norm_eps", **fields)
+
+
+def phi_config(choose):
+    fields = {**of_partly_rotated(choose, 0.5, 0.25), "qk_layernorm": choose((True, False))}
+    fields["hidden_act"] = choose(("gelu_new", "gelu"))
+    return with_layer_norm(PhiConfig, choose, "layer_norm_eps", **fields)
+
+
+def nemotron_config(choose):
+    fields = {**of_partly_rotated(choose, 0.5, 1.0), **choose(BIASES)}
+    fields["hidden_act"] = choose(("relu2", "gelu"))
+    fields["head_dim"] = choose((8, 16))
+    return with_layer_norm(NemotronConfig, choose, "norm_eps", **fields)
+
+
 CONFIGS = {
     "mistral": mistral_config,
     "gpt2": gpt2_config,
@@ -637,6 +796,20 @@ CONFIGS = {
     "qwen3_5_moe": qwen3_5_moe_config,
     "glm4_moe": glm4_moe_config,
     "minimax_m2": minimax_m2_config,
+    "arcee": arcee_config,
+    "seed_oss": seed_oss_config,
+    "phi3": phi3_config,
+    "glm": glm_config,
+    "glm4": glm4_config,
+    "ernie4_5": ernie4_5_config,
+    "helium": helium_config,
+    "ministral": ministral_config,
+    "exaone4": exaone4_config,
+    "gemma": gemma_config,
+    "starcoder2": starcoder2_config,
+    "stablelm": stablelm_config,
+    "phi": phi_config,
+    "nemotron": nemotron_config,
 }
 
 
@@ -659,7 +832,12 @@ def build_theirs(kind, hf_config, seed):
     for name, parameter in model.named_parameters():
         is_norm_weight = parameter.dim() == 1 and name.endswith(".weight")
         noise = torch.randn(parameter.shape, generator=generator)
-        is_zero_centered = kind in ("gemma2", "gemma3")  # their norms multiply by 1 + weight
+        is_zero_centered = kind in (
+            "gemma",
+            "gemma2",
+            "gemma3",
+            "nemotron",
+        )  # their norms multiply by 1 + weight
         mean = 1.0 if is_norm_weight and not is_zero_centered else 0.0
         if kind == "gemma4" and name.endswith(("q_norm.weight", "k_norm.weight")):
             mean = 0.5  # its scores are not divided by the square root of the head size

@@ -94,6 +94,8 @@ def test_there_and_back_is_byte_equal(kind, form, shards, tmp_path):
         *("qwen2", "qwen3", "olmo2", "olmo3", "smollm3", "ministral3", "gemma2", "gemma3", "gemma4"),
         *("gpt_neox", "gptj", "qwen3_next", "qwen3_5", "nemotron_h", "deepseek_v2", "deepseek_v3"),
         *("qwen2_moe", "qwen3_next_experts", "qwen3_5_moe", "glm4_moe", "minimax_m2", "gpt_oss"),
+        *("arcee", "seed_oss", "phi3", "glm", "glm4", "ernie4_5", "helium", "ministral", "exaone4", "gemma"),
+        *("starcoder2", "stablelm", "phi", "nemotron"),
     ],
 )
 def test_a_family_comes_back(kind, tmp_path):

@@ -8,13 +8,20 @@ from transformers import (
     BloomConfig,
     DeepseekV2Config,
     DeepseekV3Config,
+    Exaone4Config,
     Gemma3TextConfig,
     Gemma4TextConfig,
+    GemmaConfig,
     GPT2Config,
     GPTJConfig,
     LlamaConfig,
     MistralConfig,
+    NemotronConfig,
+    Phi3Config,
     Qwen3_5MoeTextConfig,
+    SeedOssConfig,
+    StableLmConfig,
+    Starcoder2Config,
 )
 
 from megalite.config import ModelConfig
@@ -448,6 +455,17 @@ def test_a_converted_config_is_of_its_family(config):
             DeepseekV2Config(topk_method="noaux_tc", num_experts_per_tok=6).to_dict(),
             "deepseek_v2 with topk_method noaux_tc cannot be converted: only group_limited_greedy can",
         ),
+        (SeedOssConfig().to_dict(), "seed_oss with residual_dropout 0.1 cannot be converted: only 0 can"),
+        (Phi3Config(embd_pdrop=0.1).to_dict(), "embd_pdrop 0.1 and resid_pdrop 0.0 must be equal"),
+        (Starcoder2Config(residual_dropout=0.1).to_dict(), "embedding_dropout 0.0 and residual_dropout 0.1"),
+        (StableLmConfig(qk_layernorm=True).to_dict(), "stablelm with qk_layernorm True cannot be converted"),
+        (StableLmConfig(hidden_dropout=0.1).to_dict(), "stablelm with hidden_dropout 0.1 cannot be"),
+        (GemmaConfig(use_bidirectional_attention=True).to_dict(), "gemma with use_bidirectional_attention"),
+        (
+            {**Exaone4Config().to_dict(), "sliding_window": None},
+            "exaone4 with sliding_window None cannot be converted",
+        ),
+        (NemotronConfig(hidden_act="silu").to_dict(), "hidden_act 'silu' cannot be converted"),
         ({"model_type": "gpt2", "vocab_size": 3}, "no n_layer or num_hidden_layers"),
     ],
 )

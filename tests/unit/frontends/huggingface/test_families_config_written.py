@@ -19,7 +19,7 @@ from tests.unit.model.test_against_transformers import (
     random_ids,
 )
 
-WITH_LAYER_TYPES = ("olmo3", "gemma2", "gemma3", "gemma4", "gpt_oss")
+WITH_LAYER_TYPES = ("olmo3", "gemma2", "gemma3", "gemma4", "gpt_oss", "ministral", "exaone4")
 
 
 def logits_of(model, ids):
@@ -49,6 +49,29 @@ def assert_same_model(kind, hf_config):
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_a_written_config_is_the_same_model(kind):
     assert_same_model(kind, CONFIGS[kind](random.Random(f"written {kind}0").choice))
+
+
+DENSE = (
+    *("llama", "mistral", "qwen2", "qwen3", "olmo2", "olmo3", "smollm3", "gemma", "gemma2", "gemma3_text"),
+    *("qwen3_5_text", "arcee", "phi3", "glm", "glm4", "ernie4_5", "helium", "ministral", "exaone4"),
+    *("starcoder2", "stablelm", "phi", "nemotron"),
+)
+"""Families whose model is determined by its sizes."""
+
+
+@pytest.mark.parametrize("model_type", DENSE)
+def test_settings_that_are_absent_have_their_default(model_type):
+    sizes = {"num_hidden_layers": 3, "hidden_size": 96, "num_attention_heads": 4, "intermediate_size": 80}
+    sizes |= {"num_key_value_heads": 2, "vocab_size": 97, "initializer_range": 0.02}
+    complete = AutoConfig.for_model(model_type, **sizes).to_dict()
+    assert config_of({"model_type": model_type, **sizes}) == config_of(complete)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_setting_that_transformers_does_not_have_is_refused(kind):
+    settings = CONFIGS[kind](lambda values: values[0]).to_dict()
+    with pytest.raises(UserError, match=f"{settings['model_type']} with mixing_rank 7 cannot be converted"):
+        config_of({**settings, "mixing_rank": 7})
 
 
 def changed(kind, **changes):

@@ -1,0 +1,171 @@
+"""Dense models with RMSNorm whose tables are Llama's with a few other rows.
+
+Arcee and Seed-OSS have other biases and activations, Phi-3 and GLM fused projections, and GLM, ERNIE 4.5 and
+Helium rotate neighboring elements. EXAONE 4 rotates only in layers with a window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from megalite.frontends.huggingface.family import Module, Transform, by_kind, modules, qkv_groups
+from megalite.frontends.huggingface.llama import LLAMA, OLMO2, llama_like
+from megalite.frontends.huggingface.positions import (
+    layer_types,
+    one_window,
+    rotary,
+    windows_with_rotation,
+)
+from megalite.frontends.huggingface.settings import (
+    Fields,
+    HFSettings,
+    Rule,
+    activation,
+    biases,
+    fixed,
+    hidden_dropout,
+    only,
+    setting,
+    switch,
+)
+from megalite.utils.errors import UserError
+
+_QKV_BIAS = ("attention_bias", "add_qkv_bias")
+"""Their switch of biases of queries, keys and values alone, and ours."""
+_MLP_BIAS = switch("mlp_bias", "add_mlp_bias", False, "has_mlp_bias")
+
+
+def with_modules(layer: Iterable[Module], *rows: tuple[object, ...]) -> tuple[Module, ...]:
+    """Return the modules of a layer with some of them replaced; see `modules` for the rows."""
+    new = {module.ours: module for module in modules("layers.{}.", "model.layers.{}.", *rows)}
+    return (*(module for module in layer if module.ours not in new), *new.values())
+
+
+ARCEE = replace(
+    LLAMA,
+    model_type="arcee",
+    architecture="ArceeForCausalLM",
+    rules=(*llama_like(4096, 1e-5, function=activation("hidden_act", "relu2")), biases(mlp=None)),
+    layer=with_modules(LLAMA.layer, ("mlp", "mlp.up", "mlp.up_proj")),
+    mtp=(),
+)
+
+
+def _read_no_dropout(hf: HFSettings, _: Fields) -> Fields:
+    if dropout := hf.get("residual_dropout", 0.1):
+        raise UserError(
+            f"{hf.kind} with residual_dropout {dropout} cannot be converted: only 0 can, because "
+            "--hidden-dropout also drops embeddings"
+        )
+    return {}
+
+
+SEED_OSS = replace(
+    LLAMA,
+    model_type="seed_oss",
+    architecture="SeedOssForCausalLM",
+    rules=(
+        *llama_like(524288, head_dim=128),
+        setting("attention_dropout", "attention_dropout", 0.1),
+        Rule(_read_no_dropout, lambda _: {"residual_dropout": 0.0}),
+        switch(*_QKV_BIAS, True, "has_qkv_bias"),
+        switch("attention_out_bias", "add_attention_output_bias", False, "has_attention_output_bias"),
+        _MLP_BIAS,
+    ),
+    mtp=(),
+)
+
+JOINED_QKV = by_kind(qkv_groups)
+JOINED_HALVES = Transform(  # [2, ffn, h] to [2 ffn, h]
+    lambda full, _: [full.flatten(0, 1)], lambda parts, _: parts[0].unflatten(0, (2, -1))
+)
+_JOINED_UP = ("mlp", "mlp.up", "mlp.gate_up_proj", JOINED_HALVES)
+PHI3 = replace(
+    LLAMA,
+    model_type="phi3",
+    architecture="Phi3ForCausalLM",
+    rules=(
+        *llama_like(4096, 1e-5, rotary=rotary(share=("partial_rotary_factor", 1.0)), writes_head_dim=False),
+        hidden_dropout("embd_pdrop", "resid_pdrop"),
+        one_window(),
+    ),
+    layer=with_modules(LLAMA.layer, ("qkv", "attention.qkv", "self_attn.qkv_proj", JOINED_QKV), _JOINED_UP),
+    without_effect=("original_max_position_embeddings",),  # of scaled positions
+    mtp=(),
+)
+_GLM = (
+    *llama_like(131072, 1.5625e-07, rotary=rotary(share=("partial_rotary_factor", 0.5)), head_dim=128),
+    fixed(rotary_interleaved=True),
+    switch(*_QKV_BIAS, True, "has_qkv_bias"),
+)
+"""Rules of GLM and GLM-4."""
+GLM = replace(
+    LLAMA,
+    model_type="glm",
+    architecture="GlmForCausalLM",
+    rules=_GLM,
+    layer=with_modules(LLAMA.layer, _JOINED_UP),
+    mtp=(),
+)
+GLM4 = replace(
+    GLM,
+    model_type="glm4",
+    architecture="Glm4ForCausalLM",
+    rules=(*_GLM, fixed(norm_position="sandwich")),
+    layer=with_modules(
+        GLM.layer,
+        ("norm", "attention_output_norm", "post_self_attn_layernorm"),
+        ("norm", "mlp_output_norm", "post_mlp_layernorm"),
+    ),
+)
+
+
+ERNIE = (
+    switch("use_bias", "add_bias_linear", False),
+    fixed(rotary_interleaved=True, attention_dropout=0.0),  # whatever the config says
+)
+"""Rules of all ERNIE 4.5."""
+ERNIE4_5 = replace(
+    LLAMA,
+    model_type="ernie4_5",
+    architecture="Ernie4_5ForCausalLM",
+    rules=(*llama_like(131072, 1e-5, rotary=rotary(500000.0), head_dim=128), *ERNIE),
+    tied=True,
+    mtp=(),
+)
+HELIUM = replace(
+    LLAMA,
+    model_type="helium",
+    architecture="HeliumForCausalLM",
+    rules=(
+        *llama_like(4096, 1e-8, rotary=rotary(100000.0), head_dim=128),
+        # Their output projection maps hidden size to hidden size.
+        Rule(write=lambda config: {"head_dim": config.hidden_size // config.num_attention_heads}),
+        fixed(rotary_interleaved=True),
+        switch(*_QKV_BIAS, False, "has_qkv_bias"),
+        _MLP_BIAS,
+    ),
+    mtp=(),
+)
+MINISTRAL = replace(
+    LLAMA,
+    model_type="ministral",
+    architecture="MinistralForCausalLM",
+    rules=(only(attention_bias=False, mlp_bias=False), *llama_like(131072), layer_types(full_every=0)),
+    mtp=(),
+)
+
+EXAONE_RULES = (
+    *llama_like(2048, 1e-5),
+    fixed(qk_layernorm=True),
+    windows_with_rotation(4, "sliding_window_pattern", rotates_without=True),
+)
+"""Rules of dense models and models with experts."""
+EXAONE4 = replace(
+    OLMO2,
+    model_type="exaone4",
+    architecture="Exaone4ForCausalLM",
+    rules=(*EXAONE_RULES, fixed(norm_position="output")),
+    mtp=(),
+)

@@ -1,0 +1,129 @@
+"""Models with LayerNorm and rotary positions: StarCoder 2, StableLM, Phi and Nemotron."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megalite.frontends.huggingface.dense import with_modules
+from megalite.frontends.huggingface.family import VOCABULARY, modules
+from megalite.frontends.huggingface.llama import LLAMA, llama_like
+from megalite.frontends.huggingface.positions import one_window, rotary
+from megalite.frontends.huggingface.settings import (
+    Rule,
+    activation,
+    biases,
+    fixed,
+    hidden_dropout,
+    only,
+    switch,
+)
+
+_LAYER_NORM = fixed(normalization="LayerNorm")
+_SHARED_NORM = fixed(parallel_residual=True, parallel_shared_norm=True)
+STARCODER2 = replace(
+    LLAMA,
+    model_type="starcoder2",
+    architecture="Starcoder2ForCausalLM",
+    rules=(
+        *llama_like(
+            4096,
+            1e-5,
+            writes_head_dim=False,
+            norm="norm_epsilon",
+            function=activation("hidden_act", "gelu_pytorch_tanh"),
+        ),
+        _LAYER_NORM,
+        switch("use_bias", "add_bias_linear", True),
+        hidden_dropout("embedding_dropout", "residual_dropout"),
+        one_window(),
+    ),
+    layer=with_modules(LLAMA.layer, ("mlp", "mlp.up", "mlp.c_fc"), ("mlp", "mlp.down", "mlp.c_proj")),
+    tied=True,
+    mtp=(),
+)
+STABLELM = replace(
+    LLAMA,
+    model_type="stablelm",
+    architecture="StableLmForCausalLM",
+    rules=(
+        only(qk_layernorm=False, hidden_dropout=0.0),
+        *llama_like(
+            4096,
+            1e-5,
+            rotary=rotary(share=("partial_rotary_factor", 0.25)),
+            writes_head_dim=False,
+            norm="layer_norm_eps",
+        ),
+        _LAYER_NORM,
+        switch("use_qkv_bias", "add_qkv_bias", False, "has_qkv_bias"),
+        switch("use_parallel_residual", "parallel_residual", False),
+        Rule(lambda _, fields: {"parallel_shared_norm": fields["parallel_residual"]}),
+    ),
+    layer=tuple(
+        replace(module, only_if=lambda config: not config.parallel_shared_norm)
+        if module.ours.endswith("mlp_norm")
+        else module
+        for module in LLAMA.layer
+    ),
+    mtp=(),
+)
+PHI = replace(
+    LLAMA,
+    model_type="phi",
+    architecture="PhiForCausalLM",
+    rules=(
+        *llama_like(
+            2048,
+            1e-5,
+            rotary=rotary(share=("partial_rotary_factor", 0.5)),
+            writes_head_dim=False,
+            norm="layer_norm_eps",
+            function=activation("hidden_act", "gelu_new"),
+        ),
+        _LAYER_NORM,
+        _SHARED_NORM,
+        fixed(add_bias_linear=True, add_output_bias=True),
+        switch("qk_layernorm", "qk_layernorm", False),
+        hidden_dropout("embd_pdrop", "resid_pdrop"),
+    ),
+    ends=(
+        *(module for module in LLAMA.ends if module.ours != "final_norm"),
+        *modules("", "model.", ("norm", "final_norm", "final_layernorm")),
+        *modules("", "", ("vector", "output.bias", "lm_head.bias", VOCABULARY)),
+    ),
+    layer=(
+        *with_modules(
+            (module for module in LLAMA.layer if module.ours != "layers.{}.mlp_norm"),
+            ("attention_output", "attention.projection", "self_attn.dense"),
+            ("mlp", "mlp.up", "mlp.fc1"),
+            ("mlp", "mlp.down", "mlp.fc2"),
+        ),
+        *modules(
+            "layers.{}.attention.",
+            "model.layers.{}.self_attn.",
+            ("norm", "query_norm", "q_layernorm"),
+            ("norm", "key_norm", "k_layernorm"),
+            only_if=lambda config: config.qk_layernorm,
+        ),
+    ),
+    mtp=(),
+)
+NEMOTRON = replace(
+    LLAMA,
+    model_type="nemotron",
+    architecture="NemotronForCausalLM",
+    rules=(
+        *llama_like(
+            4096,
+            1e-5,
+            rotary=rotary(share=("partial_rotary_factor", 0.5)),
+            norm="norm_eps",
+            function=activation("hidden_act", "relu2"),
+        ),
+        _LAYER_NORM,
+        fixed(zero_centered_norms=True),
+        biases(mlp=None),
+    ),
+    layer=with_modules(LLAMA.layer, ("mlp", "mlp.up", "mlp.up_proj")),
+    mtp=(),
+)
