@@ -34,23 +34,16 @@ from megalite.frontends.huggingface.settings import (
 )
 
 _MLP = "model.layers.{}.mlp"
-_EXPERTS = (
-    *expert_modules(_MLP, "gate_proj", "up_proj", "down_proj"),
+EXPERTS = (
+    *expert_modules(_MLP),
     *shared_expert_modules(f"{_MLP}.shared_experts"),
     *expert_bias(f"{_MLP}.gate.e_score_correction_bias"),
 )
 """Modules of a layer with experts."""
 
 
-def _experts_after_dense(dense: int, factor: float, *scores: Rule) -> tuple[Rule, Rule]:
-    """Return the rules of DeepSeek's experts, which the layers after the first dense ones have.
-
-    Args:
-        dense: default of `first_k_dense_replace`.
-        factor: default of `routed_scaling_factor`.
-        scores: rules of the scores that choose experts.
-    """
-    name, num_shared = "first_k_dense_replace", "n_shared_experts"
+def after_dense(name: str, dense: int) -> Rule:
+    """Return the rule of the number of the first layers, which have no experts; `dense` is its default."""
 
     def read(hf: HFSettings, fields: Fields) -> Fields:
         first_dense = int(hf.get(name, dense))
@@ -63,20 +56,54 @@ def _experts_after_dense(dense: int, factor: float, *scores: Rule) -> tuple[Rule
         of_experts = (number for number, spec in enumerate(config.layer_specs) if has_experts(spec))
         return {name: next(of_experts, config.num_layers)}
 
+    return Rule(read, write)
+
+
+def in_layers_of_experts(*rules: Rule) -> Rule:
+    """Return rules that have no effect in a model without experts; a rule before sets `moe_layer_freq`."""
+    return where(lambda hf, fields: "moe_layer_freq" in fields, lambda config: config.has_experts, *rules)
+
+
+def routed_and_shared(
+    count: str,
+    factor: float,
+    *scores: Rule,
+    num_shared: str = "n_shared_experts",
+    scale: str = "routed_scaling_factor",
+) -> tuple[Rule, ...]:
+    """Return the rules of DeepSeek's experts, of which each token has some and all have shared ones.
+
+    Args:
+        count, num_shared: their names of the numbers of experts.
+        factor: default of `scale`, their name of the factor of weights.
+        scores: rules of the scores that choose experts.
+    """
+
     def write_shared(config: ModelConfig) -> Fields:
         return {num_shared: (config.moe_shared_expert_intermediate_size or 0) // config.expert_ffn_size}
 
     return (
-        Rule(read, write),
-        where(
-            lambda hf, fields: "moe_layer_freq" in fields,
-            lambda config: config.has_experts,
-            only(moe_layer_freq=1),
-            *experts("n_routed_experts num_local_experts num_experts", loss=("aux_loss_alpha", 0.0)),
-            Rule(lambda hf, _: {SHARED_WIDTH: hf[WIDTH] * hf[num_shared]}, write_shared, (num_shared,)),
-            setting("routed_scaling_factor", "moe_router_topk_scaling_factor", factor),
-            *scores,
-        ),
+        *experts(count, loss=("aux_loss_alpha", 0.0)),
+        Rule(lambda hf, _: {SHARED_WIDTH: hf[WIDTH] * hf[num_shared]}, write_shared, (num_shared,)),
+        setting(scale, "moe_router_topk_scaling_factor", factor),
+        *scores,
+    )
+
+
+COUNT = "n_routed_experts num_local_experts num_experts"
+"""DeepSeek's names of the number of experts."""
+
+
+def experts_after_dense(dense: int, factor: float, *scores: Rule) -> tuple[Rule, Rule]:
+    """Return the rules of DeepSeek's experts, which the layers after the first dense ones have.
+
+    Args:
+        dense: default of `first_k_dense_replace`.
+        factor, scores: see `routed_and_shared`.
+    """
+    return (
+        after_dense("first_k_dense_replace", dense),
+        in_layers_of_experts(only(moe_layer_freq=1), *routed_and_shared(COUNT, factor, *scores)),
     )
 
 
@@ -139,10 +166,10 @@ DEEPSEEK_V3 = replace(
     rules=(
         *_LATENT_RULES,
         switch("rope_interleave", "rotary_interleaved", True),
-        *_experts_after_dense(3, 2.5, only(topk_method="noaux_tc"), biased_scores(groups=8, group_topk=4)),
+        *experts_after_dense(3, 2.5, only(topk_method="noaux_tc"), biased_scores(groups=8, group_topk=4)),
     ),
     layer=(
-        *modules_with_some_experts((module for module in LLAMA.layer if module.kind != "qkv"), _EXPERTS),
+        *modules_with_some_experts((module for module in LLAMA.layer if module.kind != "qkv"), EXPERTS),
         *_LATENT_ATTENTION,
     ),
     without_effect=(
@@ -176,7 +203,7 @@ DEEPSEEK_V2 = replace(
     rules=(
         *_LATENT_RULES,
         fixed(rotary_interleaved=True),
-        *_experts_after_dense(
+        *experts_after_dense(
             0,
             1.0,
             only(norm_topk_prob=False, scoring_func="softmax"),
@@ -194,10 +221,10 @@ GLM4_MOE = replace(
         *llama_like(131072, 1e-5, rotary=rotary(share=("partial_rotary_factor", 0.5))),
         switch("attention_bias", "add_qkv_bias", False, "has_qkv_bias"),
         switch("use_qk_norm", "qk_layernorm", False),
-        *_experts_after_dense(1, 1.0, biased_scores()),
+        *experts_after_dense(1, 1.0, biased_scores()),
     ),
     layer=(
-        *modules_with_some_experts(LLAMA.layer, _EXPERTS),
+        *modules_with_some_experts(LLAMA.layer, EXPERTS),
         *(replace(each, only_if=lambda config: config.qk_layernorm) for each in QK_NORMS),
     ),
     experts=FUSED_EXPERTS,

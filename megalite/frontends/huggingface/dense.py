@@ -31,7 +31,7 @@ from megalite.frontends.huggingface.settings import (
 )
 from megalite.utils.errors import UserError
 
-_QKV_BIAS = ("attention_bias", "add_qkv_bias")
+QKV_BIAS = ("attention_bias", "add_qkv_bias")
 """Their switch of biases of queries, keys and values alone, and ours."""
 _MLP_BIAS = switch("mlp_bias", "add_mlp_bias", False, "has_mlp_bias")
 
@@ -69,7 +69,7 @@ SEED_OSS = replace(
         *llama_like(524288, head_dim=128),
         setting("attention_dropout", "attention_dropout", 0.1),
         Rule(_read_no_dropout, lambda _: {"residual_dropout": 0.0}),
-        switch(*_QKV_BIAS, True, "has_qkv_bias"),
+        switch(*QKV_BIAS, True, "has_qkv_bias"),
         switch("attention_out_bias", "add_attention_output_bias", False, "has_attention_output_bias"),
         _MLP_BIAS,
     ),
@@ -97,7 +97,7 @@ PHI3 = replace(
 _GLM = (
     *llama_like(131072, 1.5625e-07, rotary=rotary(share=("partial_rotary_factor", 0.5)), head_dim=128),
     fixed(rotary_interleaved=True),
-    switch(*_QKV_BIAS, True, "has_qkv_bias"),
+    switch(*QKV_BIAS, True, "has_qkv_bias"),
 )
 """Rules of GLM and GLM-4."""
 GLM = replace(
@@ -143,7 +143,7 @@ HELIUM = replace(
         # Their output projection maps hidden size to hidden size.
         Rule(write=lambda config: {"head_dim": config.hidden_size // config.num_attention_heads}),
         fixed(rotary_interleaved=True),
-        switch(*_QKV_BIAS, False, "has_qkv_bias"),
+        switch(*QKV_BIAS, False, "has_qkv_bias"),
         _MLP_BIAS,
     ),
     mtp=(),
@@ -156,16 +156,14 @@ MINISTRAL = replace(
     mtp=(),
 )
 
-EXAONE_RULES = (
-    *llama_like(2048, 1e-5),
-    fixed(qk_layernorm=True),
-    windows_with_rotation(4, "sliding_window_pattern", rotates_without=True),
-)
-"""Rules of dense models and models with experts."""
 EXAONE4 = replace(
     OLMO2,
     model_type="exaone4",
     architecture="Exaone4ForCausalLM",
-    rules=(*EXAONE_RULES, fixed(norm_position="output")),
+    rules=(
+        *llama_like(2048, 1e-5),
+        fixed(norm_position="output", qk_layernorm=True),
+        windows_with_rotation(4, "sliding_window_pattern", rotates_without=True),
+    ),
     mtp=(),
 )

@@ -96,18 +96,21 @@ def written_groups(config: ModelConfig) -> Fields:
     }
 
 
-def expert_modules(block: str, gate: str, up: str, down: str) -> tuple[Module, ...]:
+def expert_modules(
+    block: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj", router: str = "gate"
+) -> tuple[Module, ...]:
     """Return the modules of a layer's experts.
 
     Args:
         block: their name of the block, with ``{}`` for the layer.
         gate, up, down: their names of an expert's matrices.
+        router: their name of the router.
     """
     expert = "experts.{expert}."
     return modules(
         "layers.{}.mlp.",
         f"{block}.",
-        ("table", "router", "gate"),
+        ("table", "router", router),
         ("table", "up", f"{expert}{gate} {expert}{up}", _HALVES),
         ("table", "down", f"{expert}{down}", SEPARATE),
     )

@@ -237,7 +237,7 @@ SMOLLM3 = replace(
     ),
     tied=True,
 )
-_OLMO = (
+OLMO_RULES = (
     biases(),
     fixed(norm_position="output", qk_layernorm=True, qk_layernorm_width="all_heads"),
 )
@@ -245,7 +245,7 @@ OLMO2 = replace(
     LLAMA,
     model_type="olmo2",
     architecture="Olmo2ForCausalLM",
-    rules=(*llama_like(epsilon=1e-5, writes_head_dim=False), *_OLMO),
+    rules=(*llama_like(epsilon=1e-5, writes_head_dim=False), *OLMO_RULES),
     layer=(
         *(module for module in LLAMA.layer if module.kind != "norm"),
         *modules(
@@ -263,7 +263,7 @@ OLMO3 = replace(
     architecture="Olmo3ForCausalLM",
     rules=(
         *llama_like(epsilon=1e-5, rotary=rotary_by_layer(500000.0), writes_head_dim=False),
-        *_OLMO,
+        *OLMO_RULES,
         layer_types(full_every=4),
     ),
 )
@@ -301,7 +301,7 @@ OLMOE = replace(
     layer=(
         *_ATTENTION,
         *QK_NORMS,
-        *expert_modules("model.layers.{}.mlp", "gate_proj", "up_proj", "down_proj"),
+        *expert_modules("model.layers.{}.mlp"),
     ),
     experts=FUSED_EXPERTS,
 )

@@ -211,6 +211,21 @@ def one_window(default: int | None = None, *, switched: bool = False) -> Rule:
     return Rule(read, write)
 
 
+def last_windows(first: int) -> Rule:
+    """Return the rule of windows in the last layers, from number `max_window_layers` on; see `layer_types`.
+
+    Args:
+        first: number of the first one if the config does not have it.
+    """
+
+    def read(hf: HFSettings, fields: Fields) -> Fields:
+        size, number = hf.get("sliding_window", 4096), hf.get("max_window_layers", first)
+        marks = _marks_of(hf, [size is not None and layer >= number for layer in range(fields["num_layers"])])
+        return {} if size is None or size >= fields["seq_length"] else _window_fields(size, marks)
+
+    return Rule(read, _written_types)
+
+
 def layer_types(full_every: int, old_name: str = "") -> Rule:
     """Return the rule of windows as Gemma and OLMo 3 describe them; it comes after all other rules.
 
@@ -232,25 +247,29 @@ def layer_types(full_every: int, old_name: str = "") -> Rule:
 
 
 def _read_types(
-    hf: HFSettings, fields: Fields, full_every: int, old_name: str
+    hf: HFSettings, fields: Fields, full_every: int, old_name: str, usual_size: int = 4096
 ) -> tuple[int | None, list[bool]]:
     """Return the size of windows, and whether each layer has one; see `layer_types`."""
-    size, every = hf.get("sliding_window", 4096), hf.get(old_name, full_every) if old_name else full_every
+    size = hf.get("sliding_window", usual_size)
+    every = hf.get(old_name, full_every) if old_name else full_every
     listed = hf.get("layer_types") is not None  # the number may then be a word, such as LLLG
     layers = range(fields["num_layers"])
     return size, _marks_of(hf, [listed or not every or (number + 1) % every != 0 for number in layers])
 
 
-def windows_with_rotation(full_every: int, old_name: str = "", *, rotates_without: bool = False) -> Rule:
+def windows_with_rotation(
+    full_every: int, old_name: str = "", *, usual_size: int = 4096, rotates_without: bool = False
+) -> Rule:
     """Return the rule of families that rotate queries and keys only in layers with a window.
 
     Args:
         full_every, old_name: see `layer_types`.
+        usual_size: size of windows if the config does not have it.
         rotates_without: whether a model without windows rotates in all layers.
     """
 
     def read(hf: HFSettings, fields: Fields) -> Fields:
-        size, marks = _read_types(hf, fields, full_every, old_name)
+        size, marks = _read_types(hf, fields, full_every, old_name, usual_size)
         if size is None:
             if not rotates_without or any(marks):
                 raise UserError(f"{hf.kind} with sliding_window None cannot be converted")

@@ -50,7 +50,7 @@ from megalite.frontends.huggingface.settings import (
 from megalite.utils.errors import UserError
 
 _MLP = "model.layers.{}.mlp"
-_EXPERTS = expert_modules(_MLP, "gate_proj", "up_proj", "down_proj")
+_EXPERTS = expert_modules(_MLP)
 _GATED_EXPERTS = (
     *_EXPERTS,
     *shared_expert_modules(f"{_MLP}.shared_expert"),

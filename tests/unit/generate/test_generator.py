@@ -7,6 +7,8 @@ import dataclasses
 import pytest
 import torch
 from transformers import (
+    AfmoeConfig,
+    AfmoeForCausalLM,
     ArceeConfig,
     ArceeForCausalLM,
     BloomConfig,
@@ -15,10 +17,16 @@ from transformers import (
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Dots1Config,
+    Dots1ForCausalLM,
     Ernie4_5Config,
     Ernie4_5ForCausalLM,
     Exaone4Config,
     Exaone4ForCausalLM,
+    ExaoneMoeConfig,
+    ExaoneMoeForCausalLM,
+    FlexOlmoConfig,
+    FlexOlmoForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -43,6 +51,8 @@ from transformers import (
     GptOssForCausalLM,
     HeliumConfig,
     HeliumForCausalLM,
+    HYV3Config,
+    HYV3ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MiniMaxM2Config,
@@ -79,6 +89,8 @@ from transformers import (
     SeedOssForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
+    SolarOpenConfig,
+    SolarOpenForCausalLM,
     StableLmConfig,
     StableLmForCausalLM,
     Starcoder2Config,
@@ -273,6 +285,10 @@ THEIRS |= {
         ),
     ),
 }
+SHARED = {"moe_intermediate_size": 9, "num_experts_per_tok": 2, "n_shared_experts": 1}
+OF_ALL = {"moe_intermediate_size": 9, "num_experts_per_tok": 2, "num_shared_experts": 1}
+NO_WIDTH = {name: size for name, size in SIZES.items() if name != "intermediate_size"}
+GROUPS = {"n_routed_experts": 6, "n_group": 2, "norm_topk_prob": True}
 NO_DROPOUT = {"attention_dropout": 0.0, "residual_dropout": 0.0}
 THEIRS |= {
     "arcee": (ArceeForCausalLM, ArceeConfig(**SIZES, **COMMON, head_dim=10)),
@@ -295,6 +311,29 @@ THEIRS |= {
     ),
     "phi": (PhiForCausalLM, PhiConfig(**SIZES, **COMMON, qk_layernorm=True)),
     "nemotron": (NemotronForCausalLM, NemotronConfig(**SIZES, **COMMON, mlp_bias=True)),
+    "flex_olmo": (
+        FlexOlmoForCausalLM,
+        FlexOlmoConfig(**SIZES, **COMMON, num_experts=5, num_experts_per_tok=2),
+    ),
+    "dots1": (
+        Dots1ForCausalLM,
+        Dots1Config(**SIZES, **COMMON, **SHARED, **GROUPS, max_window_layers=2, sliding_window=6),
+    ),
+    "solar_open": (
+        SolarOpenForCausalLM,
+        SolarOpenConfig(**NO_WIDTH, **COMMON, **SHARED, **GROUPS, head_dim=8),
+    ),
+    "exaone_moe": (
+        ExaoneMoeForCausalLM,
+        ExaoneMoeConfig(**SIZES, **COMMON, **OF_ALL, num_experts=6, sliding_window=6),
+    ),
+    "hy_v3": (HYV3ForCausalLM, HYV3Config(**SIZES, **COMMON, **OF_ALL, head_dim=8, num_experts=6)),
+    "afmoe": (
+        AfmoeForCausalLM,
+        AfmoeConfig(
+            **SIZES, **COMMON, **OF_ALL, head_dim=8, num_experts=6, sliding_window=6, mup_enabled=True
+        ),
+    ),
 }
 
 

@@ -19,6 +19,8 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 from transformers import (
+    AfmoeConfig,
+    AfmoeForCausalLM,
     ArceeConfig,
     ArceeForCausalLM,
     BloomConfig,
@@ -27,10 +29,16 @@ from transformers import (
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Dots1Config,
+    Dots1ForCausalLM,
     Ernie4_5Config,
     Ernie4_5ForCausalLM,
     Exaone4Config,
     Exaone4ForCausalLM,
+    ExaoneMoeConfig,
+    ExaoneMoeForCausalLM,
+    FlexOlmoConfig,
+    FlexOlmoForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -55,6 +63,8 @@ from transformers import (
     GptOssForCausalLM,
     HeliumConfig,
     HeliumForCausalLM,
+    HYV3Config,
+    HYV3ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MiniMaxM2Config,
@@ -99,6 +109,8 @@ from transformers import (
     SeedOssForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
+    SolarOpenConfig,
+    SolarOpenForCausalLM,
     StableLmConfig,
     StableLmForCausalLM,
     Starcoder2Config,
@@ -170,6 +182,12 @@ MODELS = {
     "stablelm": StableLmForCausalLM,
     "phi": PhiForCausalLM,
     "nemotron": NemotronForCausalLM,
+    "flex_olmo": FlexOlmoForCausalLM,
+    "dots1": Dots1ForCausalLM,
+    "solar_open": SolarOpenForCausalLM,
+    "exaone_moe": ExaoneMoeForCausalLM,
+    "hy_v3": HYV3ForCausalLM,
+    "afmoe": AfmoeForCausalLM,
 }
 
 
@@ -766,6 +784,61 @@ def nemotron_config(choose):
     return with_layer_norm(NemotronConfig, choose, "norm_eps", **fields)
 
 
+def flex_olmo_config(choose):
+    fields = {**whole_heads(choose), **experts(choose, "intermediate_size"), **attention_bias(choose)}
+    fields["num_experts"] = fields.pop("num_local_experts")
+    fields |= {"norm_topk_prob": choose((True, False)), "pad_token_id": None}
+    return like_llama(FlexOlmoConfig, choose, "head_dim", **fields)
+
+
+def grouped_experts(choose):
+    """Experts of DeepSeek with sigmoid scores, whose groups may be one."""
+    fields = {**deepseek_experts(choose), "num_experts_per_tok": 2, **attention_bias(choose)}
+    return fields | {"n_group": choose((1, 2)), "topk_group": 1, "norm_topk_prob": True}
+
+
+def dots1_config(choose):
+    windows, full = "sliding_attention", "full_attention"
+    fields = {**whole_heads(choose), **grouped_experts(choose), "num_hidden_layers": 3}
+    fields |= {"sliding_window": choose((2, 9)), "max_window_layers": choose((1, 62))}
+    fields["layer_types"] = choose((None, [windows, full, windows]))
+    return like_llama(Dots1Config, choose, "head_dim", **fields)
+
+
+def solar_open_config(choose):
+    fields = grouped_experts(choose)
+    del fields["first_k_dense_replace"]
+    return like_llama(SolarOpenConfig, choose, "intermediate_size", **fields)
+
+
+def experts_by_layer(choose):
+    return {
+        **{"num_hidden_layers": 3, "num_experts": choose((4, 6)), "num_experts_per_tok": choose((2, 3))},
+        **{"num_shared_experts": choose((1, 2)), "moe_intermediate_size": choose((5, 18))},
+        "mlp_layer_types": choose((["dense", "sparse", "sparse"], ["sparse", "dense", "sparse"], None)),
+    }
+
+
+def exaone_moe_config(choose):
+    fields = {**experts_by_layer(choose), **rotated_windows(choose), "sliding_window_pattern": 2}
+    fields |= {"n_group": choose((1, 2)), "topk_group": 1, "num_experts_per_tok": 2, "pad_token_id": None}
+    fields |= {"routed_scaling_factor": choose((1.0, 2.5)), "first_k_dense_replace": choose((0, 1, 3))}
+    return like_llama(ExaoneMoeConfig, choose, **fields)
+
+
+def hy_v3_config(choose):
+    fields = {**experts_by_layer(choose), **attention_bias(choose), "pad_token_id": None}
+    return like_llama(HYV3Config, choose, **fields, router_scaling_factor=choose((1.0, 2.8)))
+
+
+def afmoe_config(choose):
+    fields = {**experts_by_layer(choose), **rotated_windows(choose), "global_attn_every_n_layers": 2}
+    del fields["mlp_layer_types"]
+    fields |= {"num_dense_layers": choose((0, 1, 3)), "route_scale": choose((1.0, 2.5))}
+    fields |= {"mup_enabled": choose((True, False)), "hidden_size": choose((16, 36, 64))}
+    return like_llama(AfmoeConfig, choose, **fields)
+
+
 CONFIGS = {
     "mistral": mistral_config,
     "gpt2": gpt2_config,
@@ -810,6 +883,12 @@ CONFIGS = {
     "stablelm": stablelm_config,
     "phi": phi_config,
     "nemotron": nemotron_config,
+    "flex_olmo": flex_olmo_config,
+    "dots1": dots1_config,
+    "solar_open": solar_open_config,
+    "exaone_moe": exaone_moe_config,
+    "hy_v3": hy_v3_config,
+    "afmoe": afmoe_config,
 }
 
 
@@ -879,7 +958,10 @@ def run_theirs(model, ids):
     result.loss.backward()
     buffers = {name: torch.zeros_like(buffer) for name, buffer in model.named_buffers()}
     trained = {**dict(model.named_parameters()), **output_scales(model)}
-    gradients = {name: each.grad for name, each in trained.items()}
+    # A bias that chooses experts is a parameter of some models, without a gradient.
+    gradients = {
+        name: torch.zeros_like(each) if each.grad is None else each.grad for name, each in trained.items()
+    }
     return result.logits[:, :-1], result.loss, as_saved(model, {**buffers, **gradients})
 
 
@@ -1014,7 +1096,8 @@ def test_weights_return_to_transformers(kind, one_rank):
     ours = build_ours(theirs, one_rank)
     model_type = theirs.config.model_type
     returned = to_hf(dict(ours.named_parameters()), ours.config, model_type)
-    tensors = as_saved(theirs, {**dict(theirs.named_parameters()), **output_scales(theirs)})
+    trained = {name: each for name, each in theirs.named_parameters() if each.requires_grad}
+    tensors = as_saved(theirs, {**trained, **output_scales(theirs)})
     named = {family_of(ours.config, model_type).full_name(name): each for name, each in tensors.items()}
     assert returned.keys() == named.keys()
     for name, parameter in named.items():

@@ -5,21 +5,26 @@ import dataclasses
 import pytest
 import torch
 from transformers import (
+    AfmoeConfig,
     BloomConfig,
     DeepseekV2Config,
     DeepseekV3Config,
+    Dots1Config,
     Exaone4Config,
+    ExaoneMoeConfig,
     Gemma3TextConfig,
     Gemma4TextConfig,
     GemmaConfig,
     GPT2Config,
     GPTJConfig,
+    HYV3Config,
     LlamaConfig,
     MistralConfig,
     NemotronConfig,
     Phi3Config,
     Qwen3_5MoeTextConfig,
     SeedOssConfig,
+    SolarOpenConfig,
     StableLmConfig,
     Starcoder2Config,
 )
@@ -50,6 +55,7 @@ GEMMA4_ROTARY = {
     "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
 }
 PROPORTIONAL = {"rope_type": "proportional", "factor": 2.0}
+OF_ALL = {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2}
 DEEPSEEK_V3 = DeepseekV3Config().to_dict()
 
 
@@ -465,6 +471,21 @@ def test_a_converted_config_is_of_its_family(config):
             {**Exaone4Config().to_dict(), "sliding_window": None},
             "exaone4 with sliding_window None cannot be converted",
         ),
+        (Dots1Config(**OF_ALL).to_dict(), "dots1 with norm_topk_prob False cannot be converted: only True"),
+        (
+            {**HYV3Config(**OF_ALL).to_dict(), "n_group": 2},
+            "hy_v3 with n_group 2 cannot be converted: only 1 can",
+        ),
+        (
+            {**AfmoeConfig(**OF_ALL).to_dict(), "sliding_window": None},
+            "afmoe with sliding_window None cannot be converted",
+        ),
+        (AfmoeConfig(**OF_ALL, attention_bias=True).to_dict(), "afmoe with attention_bias True cannot"),
+        (
+            {**ExaoneMoeConfig().to_dict(), "mlp_layer_types": ["sparse", "wide"]},
+            r"mlp_layer_types \['sparse', 'wide'\] cannot be converted",
+        ),
+        ({**SolarOpenConfig().to_dict(), "first_k_dense_replace": 1}, "with first_k_dense_replace 1 cannot"),
         (NemotronConfig(hidden_act="silu").to_dict(), "hidden_act 'silu' cannot be converted"),
         ({"model_type": "gpt2", "vocab_size": 3}, "no n_layer or num_hidden_layers"),
     ],

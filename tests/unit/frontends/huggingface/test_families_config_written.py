@@ -19,7 +19,7 @@ from tests.unit.model.test_against_transformers import (
     random_ids,
 )
 
-WITH_LAYER_TYPES = ("olmo3", "gemma2", "gemma3", "gemma4", "gpt_oss", "ministral", "exaone4")
+WITH_LAYER_TYPES = ("olmo3", "gemma2", "gemma3", "gemma4", "gpt_oss", "ministral", "exaone4", "dots1")
 
 
 def logits_of(model, ids):
