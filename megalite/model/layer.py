@@ -27,7 +27,7 @@ from megalite.data.batch.microbatch import (
 )
 from megalite.kernels import ResidualSum
 from megalite.model.attention import Attention, CachedLatentAttention, LatentAttention
-from megalite.model.embedding import EmbeddingGate
+from megalite.model.embedding import EmbeddingGate, multiplier
 from megalite.model.experts import MixtureOfExperts, Router
 from megalite.model.gated_delta_net import GatedDeltaNet
 from megalite.model.mamba import Mamba
@@ -86,9 +86,10 @@ class TransformerLayer(nn.Module):
         sandwich    x + dropout(norm(f(norm(x)) + bias))    Ding et al. 2021; Gemma 2 and 3
         post        norm(x + dropout(f(x) + bias))          Vaswani et al. 2017; Devlin et al. 2019
 
-    by the config's `norm_position`. The MLP follows the mixer, or reads the same x (--parallel-residual:
-    Black et al. 2022). A layer may have one block alone (Nemotron-H: NVIDIA 2025, arXiv 2504.03624), experts
-    in the place of the MLP or beside it, and an embedding of its own, which it adds at its end (Gemma 4 E2B).
+    by the config's `norm_position`; --residual-multiplier multiplies what is added to x. The MLP follows the
+    mixer, or reads the same x (--parallel-residual: Black et al. 2022). A layer may have one block alone
+    (Nemotron-H: NVIDIA 2025, arXiv 2504.03624), experts in the place of the MLP or beside it, and an
+    embedding of its own, which it adds at its end (Gemma 4 E2B).
 
     Args:
         core: attention core, shared by all layers of a stage.
@@ -135,6 +136,7 @@ class TransformerLayer(nn.Module):
             self.experts = NormedExperts(config, context, layer)
         if config.hidden_size_per_layer_input is not None and has_mixer and has_mlp:
             self.embedding_gate = EmbeddingGate(config, context)
+        self.multiply = multiplier(config.residual_multiplier)
         self.output_scale = OutputScale(context) if config.layer_output_scale else nn.Identity()
 
     def _add_norms(self, block: str, config: ModelConfig, context: LayerContext) -> None:
@@ -230,6 +232,7 @@ class TransformerLayer(nn.Module):
         if "output" in self.normalized:
             norm = f"{block}_output_norm" if "input" in self.normalized else f"{block}_norm"
             y, bias = getattr(self, norm)(y if bias is None else y + bias), None
+        y, bias = self.multiply(y), None if bias is None else self.multiply(bias)
         dropout: Dropout = getattr(self, f"{block}_output_dropout")
         is_normed_next = "input" in self.normalized and not self.is_parallel and block != self.blocks[-1]
         if is_normed_next:

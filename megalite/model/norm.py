@@ -47,10 +47,12 @@ class _Norm(nn.Module):
         super().__init__()
         self.epsilon = config.norm_epsilon
         self.weight, self.scale = _scale(config, context, head_dim, width)  # [h]
-        self.bias = None
-        if self.has_bias:
+        self.bias: Tensor | None = None  # [h]
+        if self.has_bias and config.add_norm_bias:
             shift = ParameterSpec(tuple(self.weight.shape), decay=False)
-            self.bias = new_parameter(shift, context, used_by_cut_heads=head_dim is not None)  # [h]
+            self.bias = new_parameter(shift, context, used_by_cut_heads=head_dim is not None)
+        elif self.has_bias:  # the kernels need one
+            self.bias = torch.zeros(self.weight.shape, dtype=context.dtype, device=context.device)
         functions = self.functions_on(context.device.type)
         self.normalize = functions.with_residual if with_residual else functions.alone
         self.normalize_sum = functions.norm_of_sum
@@ -64,7 +66,10 @@ class _Norm(nn.Module):
 
 
 class LayerNorm(_Norm):
-    """Computes (x - mean) / sqrt(var + epsilon) * weight + bias over the last dim (Ba et al. 2016)."""
+    """Computes (x - mean) / sqrt(var + epsilon) * weight + bias over the last dim (Ba et al. 2016).
+
+    With --no-add-norm-bias, the bias is a constant 0 (Cohere).
+    """
 
     functions_on = staticmethod(layer_norm_on)
     has_bias = True

@@ -112,6 +112,9 @@ CASES = {
     "cross-entropy chunks": case("tp2+sp", cross_entropy_chunks=4),
     "MLP chunks": case("tp2+sp", mlp_chunks=4),
     "loss spikes": case(check_for_spiky_loss=True),
+    "cohere": case(
+        add_norm_bias=False, residual_multiplier=0.5, parallel_residual=True, parallel_shared_norm=True
+    ),
     "bloom": case(preset="bloom-tiny", attention_dropout=0.1),
     "llama": case(preset="llama-tiny"),
     "llama tp2": case("tp2+sp", preset="llama-tiny"),

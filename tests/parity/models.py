@@ -50,12 +50,13 @@ SWITCHES: dict[str, dict[str, Any]] = {
     },
     "gpt-tiny, neox": {
         **{"position_embedding_type": "rope", "rotary_percent": 0.5, "rotary_interleaved": True},
-        **{"parallel_residual": True, "qk_layernorm": True},
+        **{"parallel_residual": True, "qk_layernorm": True, "residual_multiplier": 0.5},
     },
     "gpt-tiny, gpt-j": {
         **{"position_embedding_type": "rope", "rotary_percent": 0.5, "rotary_interleaved": True},
         **{"parallel_residual": True, "parallel_shared_norm": True, "add_bias_linear": False},
         **{"add_mlp_bias": True, "add_output_bias": True, "untie_embeddings_and_output_weights": True},
+        **{"qk_layernorm": True, "add_norm_bias": False},
     },
     "llama-tiny, gemma": {
         **{"activation": "geglu", "norm_position": "sandwich", "zero_centered_norms": True},

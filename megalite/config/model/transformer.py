@@ -105,8 +105,12 @@ class TransformerOptions:
         False, "--apply-layernorm-1p", "--layernorm-zero-centered-gamma", in_megatron=False
     )
     """Norms multiply by 1 + weight, as Gemma's do, instead of by the weight. Initial weights are then 0."""
+    add_norm_bias: bool = option(True, only_with=Setting("normalization", ("LayerNorm",)), in_megatron=False)
+    """Add a bias to each LayerNorm; Cohere does not."""
     embedding_multiplier: float = option(1.0, "--mup-embedding-mult", **_NUMBER)
     """Factor of the token embeddings. Gemma's is the square root of the hidden size."""
+    residual_multiplier: float = option(1.0, **_NUMBER)
+    """Factor of each block's output before it is added to the hidden states (Granite)."""
     logit_multiplier: float = option(1.0, **_NUMBER)
     """Factor of the output layer's input, and so of the logits."""
     final_logit_softcapping: float | None = option(None, **_NUMBER)

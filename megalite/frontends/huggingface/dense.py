@@ -76,11 +76,11 @@ SEED_OSS = replace(
     mtp=(),
 )
 
-JOINED_QKV = by_kind(qkv_groups)
-JOINED_HALVES = Transform(  # [2, ffn, h] to [2 ffn, h]
+_JOINED_QKV = by_kind(qkv_groups)
+_JOINED_ROWS = Transform(  # [2, ffn, h] to [2 ffn, h]
     lambda full, _: [full.flatten(0, 1)], lambda parts, _: parts[0].unflatten(0, (2, -1))
 )
-_JOINED_UP = ("mlp", "mlp.up", "mlp.gate_up_proj", JOINED_HALVES)
+_JOINED_UP = ("mlp", "mlp.up", "mlp.gate_up_proj", _JOINED_ROWS)
 PHI3 = replace(
     LLAMA,
     model_type="phi3",
@@ -90,7 +90,7 @@ PHI3 = replace(
         hidden_dropout("embd_pdrop", "resid_pdrop"),
         one_window(),
     ),
-    layer=with_modules(LLAMA.layer, ("qkv", "attention.qkv", "self_attn.qkv_proj", JOINED_QKV), _JOINED_UP),
+    layer=with_modules(LLAMA.layer, ("qkv", "attention.qkv", "self_attn.qkv_proj", _JOINED_QKV), _JOINED_UP),
     without_effect=("original_max_position_embeddings",),  # of scaled positions
     mtp=(),
 )
@@ -120,6 +120,34 @@ GLM4 = replace(
     ),
 )
 
+
+def _rounded(number: float) -> float:
+    """Return a setting without the rounding errors of a power or a quotient, so that it is the same again."""
+    return float(f"{number:.12g}")
+
+
+MULTIPLIERS = (
+    setting("embedding_multiplier", "embedding_multiplier", 1.0),
+    setting("residual_multiplier", "residual_multiplier", 1.0),
+    Rule(
+        lambda hf, _: {"query_pre_attn_scalar": hf.get("attention_multiplier", 1.0) ** -2},
+        lambda config: {
+            "attention_multiplier": _rounded(config.squared_score_divisor(config.head_dim) ** -0.5)
+        },
+    ),
+    Rule(
+        lambda hf, _: {"logit_multiplier": 1.0 / hf.get("logits_scaling", 1.0)},
+        lambda config: {"logits_scaling": _rounded(1.0 / config.logit_multiplier)},
+    ),
+)
+"""Rules of Granite's four factors: of embeddings, outputs of blocks, scores and, as a divisor, logits."""
+GRANITE = replace(
+    LLAMA,
+    model_type="granite",
+    architecture="GraniteForCausalLM",
+    rules=(*LLAMA.rules, *MULTIPLIERS),
+    mtp=(),
+)
 
 ERNIE = (
     switch("use_bias", "add_bias_linear", False),

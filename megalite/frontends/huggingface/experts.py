@@ -158,5 +158,9 @@ _HALVES = Transform(  # [e, 2, ffn, h] to gate and up of each expert, each [ffn,
     lambda full, _: full.flatten(0, 1).unbind(0),
     lambda parts, _: torch.stack(tuple(parts)).unflatten(0, (-1, 2)),
 )
+JOINED_HALVES = Transform(  # [e, 2, ffn, h] to [e, 2 ffn, h]
+    lambda full, _: [full.flatten(1, 2)], lambda parts, _: parts[0].unflatten(1, (2, -1))
+)
+"""Converts gate and up of all experts, which are one tensor in theirs."""
 SEPARATE = Transform(lambda full, _: full.unbind(0), lambda parts, _: torch.stack(tuple(parts)))
 """Converts a matrix of each expert."""

@@ -22,6 +22,7 @@ from megalite.frontends.huggingface.dense import (
     EXAONE4,
     GLM,
     GLM4,
+    GRANITE,
     HELIUM,
     MINISTRAL,
     PHI3,
@@ -30,7 +31,7 @@ from megalite.frontends.huggingface.dense import (
 from megalite.frontends.huggingface.family import UNREADABLE, Entry, Family
 from megalite.frontends.huggingface.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA4
 from megalite.frontends.huggingface.gpt import BERT, BLOOM, GPT2, GPT_NEOX, GPTJ
-from megalite.frontends.huggingface.layer_norm import NEMOTRON, PHI, STABLELM, STARCODER2
+from megalite.frontends.huggingface.layer_norm import COHERE, COHERE2, NEMOTRON, PHI, STABLELM, STARCODER2
 from megalite.frontends.huggingface.llama import (
     GPT_OSS,
     LLAMA,
@@ -48,7 +49,15 @@ from megalite.frontends.huggingface.llama import (
 from megalite.frontends.huggingface.nemotron_h import NEMOTRON_H
 from megalite.frontends.huggingface.qwen import QWEN2_MOE, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE, QWEN3_NEXT
 from megalite.frontends.huggingface.settings import HF_ACTIVATIONS, TOKEN_IDS
-from megalite.frontends.huggingface.sparse import AFMOE, DOTS1, EXAONE_MOE, FLEX_OLMO, HY_V3, SOLAR_OPEN
+from megalite.frontends.huggingface.sparse import (
+    AFMOE,
+    DOTS1,
+    EXAONE_MOE,
+    FLEX_OLMO,
+    GRANITEMOE,
+    HY_V3,
+    SOLAR_OPEN,
+)
 from megalite.utils.errors import UserError, shortened
 
 FAMILIES: Mapping[str, Family] = {
@@ -59,6 +68,7 @@ FAMILIES: Mapping[str, Family] = {
         *(QWEN3_NEXT, QWEN3_5, NEMOTRON_H, QWEN2_MOE, QWEN3_5_MOE, GLM4_MOE, MINIMAX_M2, GPT_OSS),
         *(ARCEE, SEED_OSS, PHI3, GLM, GLM4, ERNIE4_5, HELIUM, MINISTRAL, EXAONE4, GEMMA),
         *(STARCODER2, STABLELM, PHI, NEMOTRON, FLEX_OLMO, DOTS1, SOLAR_OPEN, EXAONE_MOE, HY_V3, AFMOE),
+        *(GRANITE, GRANITEMOE, COHERE, COHERE2),
     )
 } | {"kimi_k2": DEEPSEEK_V3}
 """All architectures by `model_type`; Kimi K2 is DeepSeek-V3 with other sizes, and is written as such."""

@@ -133,7 +133,7 @@ class Module:
             return
         has_bias = {
             "table": False,
-            "norm": config.normalization == "LayerNorm",
+            "norm": config.normalization == "LayerNorm" and config.add_norm_bias,
             "linear": config.add_bias_linear,
             "qkv": config.has_qkv_bias,
             "attention_output": config.has_attention_output_bias,

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megalite.config import LayerSpec, ModelConfig
-from megalite.frontends.huggingface.experts import experts, has_experts
+from megalite.frontends.huggingface.experts import JOINED_HALVES, experts, has_experts
 from megalite.frontends.huggingface.family import (
     VOCABULARY,
     Place,
-    Transform,
     by_kind,
     in_layers_that,
     modules,
@@ -208,9 +207,6 @@ def _has_embeddings(config: ModelConfig) -> bool:
 
 
 _LAYER, _THEIR_LAYER = "layers.{}.", "model.layers.{}."
-_JOINED_HALVES = Transform(  # [e, 2, ffn, h] to [e, 2 ffn, h]
-    lambda full, _: [full.flatten(1, 2)], lambda parts, _: parts[0].unflatten(1, (2, -1))
-)
 _QUERY_KEYS = ("qkv", "attention.qkv", "self_attn.q_proj self_attn.k_proj", by_kind(_query_key_groups, 1))
 GEMMA4 = replace(
     GEMMA2,
@@ -269,7 +265,7 @@ GEMMA4 = replace(
             ("table", "experts.router", "router.proj"),
             ("vector", "experts.router.scale", "router.scale"),
             ("vector", "experts.router.expert_scale", "router.per_expert_scale"),
-            ("vector", "experts.up.weight", "experts.gate_up_proj", _JOINED_HALVES),
+            ("vector", "experts.up.weight", "experts.gate_up_proj", JOINED_HALVES),
             ("vector", "experts.down.weight", "experts.down_proj"),
             ("norm", "experts.input_norm", "pre_feedforward_layernorm_2"),
             ("norm", "experts.output_norm", "post_feedforward_layernorm_2"),

@@ -1,4 +1,4 @@
-"""Models with LayerNorm and rotary positions: StarCoder 2, StableLM, Phi and Nemotron."""
+"""Models with LayerNorm and rotary positions: StarCoder 2, StableLM, Phi, Nemotron and Cohere."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 from megalite.frontends.huggingface.dense import with_modules
 from megalite.frontends.huggingface.family import VOCABULARY, modules
 from megalite.frontends.huggingface.llama import LLAMA, llama_like
-from megalite.frontends.huggingface.positions import one_window, rotary
+from megalite.frontends.huggingface.positions import one_window, rotary, windows_with_rotation
 from megalite.frontends.huggingface.settings import (
     Rule,
     activation,
@@ -15,6 +15,7 @@ from megalite.frontends.huggingface.settings import (
     fixed,
     hidden_dropout,
     only,
+    setting,
     switch,
 )
 
@@ -126,4 +127,45 @@ NEMOTRON = replace(
     ),
     layer=with_modules(LLAMA.layer, ("mlp", "mlp.up", "mlp.up_proj")),
     mtp=(),
+)
+
+
+def _cohere(positions: Rule) -> tuple[Rule, ...]:
+    """Return the rules of Command R with a rule of rotary positions."""
+    return (
+        only(use_qk_norm=False),
+        *llama_like(8192, 1e-5, rotary=positions, writes_head_dim=False, norm="layer_norm_eps"),
+        _LAYER_NORM,
+        _SHARED_NORM,
+        fixed(add_norm_bias=False, rotary_interleaved=True),
+        biases(),
+        setting("logit_scale", "logit_multiplier", 0.0625),
+    )
+
+
+COHERE = replace(
+    LLAMA,
+    model_type="cohere",
+    architecture="CohereForCausalLM",
+    rules=_cohere(rotary(500000.0)),
+    layer=tuple(module for module in LLAMA.layer if module.ours != "layers.{}.mlp_norm"),
+    tied=True,
+    without_effect=("model_max_length",),
+    mtp=(),
+)
+COHERE2 = replace(
+    COHERE,
+    model_type="cohere2",
+    architecture="Cohere2ForCausalLM",
+    rules=(
+        only(use_gated_activation=True, use_parallel_block=True, rotary_pct=1.0),
+        only(position_embedding_type="rope_gptj"),
+        *_cohere(rotary()),
+        windows_with_rotation(4, "sliding_window_pattern"),
+    ),
+    # Of generation and of other programs.
+    without_effect=(
+        *("cache_implementation", "layer_switch", "order_of_interleaved_layers", "use_embedding_sharing"),
+        "use_parallel_embedding",
+    ),
 )

@@ -1,6 +1,6 @@
 """Mixtures of experts whose tables are those of OLMoE, DeepSeek-V3 or GLM-4.5 with a few other rows.
 
-They are FlexOlmo, dots.llm1, Solar Open, K-EXAONE, Hy3 and AFMoE (Trinity).
+They are FlexOlmo, dots.llm1, Solar Open, K-EXAONE, Hy3, AFMoE (Trinity) and Granite MoE.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from megalite.frontends.huggingface.deepseek import (
     in_layers_of_experts,
     routed_and_shared,
 )
-from megalite.frontends.huggingface.dense import QKV_BIAS, with_modules
+from megalite.frontends.huggingface.dense import MULTIPLIERS, QKV_BIAS, with_modules
 from megalite.frontends.huggingface.experts import (
     FUSED_EXPERTS,
+    JOINED_HALVES,
     WEIGHTS_OF_CHOSEN,
     WIDTH,
     biased_scores,
@@ -29,7 +30,7 @@ from megalite.frontends.huggingface.experts import (
     modules_with_some_experts,
     shared_expert_modules,
 )
-from megalite.frontends.huggingface.family import Place, by_kind, qkv_groups
+from megalite.frontends.huggingface.family import Place, by_kind, modules, qkv_groups
 from megalite.frontends.huggingface.gemma import ROOT_OF_WIDTH
 from megalite.frontends.huggingface.llama import LLAMA, OLMO2, OLMO_RULES, QK_NORMS, llama_like
 from megalite.frontends.huggingface.positions import last_windows, rotary, windows_with_rotation
@@ -260,5 +261,34 @@ AFMOE = replace(
     ),
     without_effect=(_LOGITS, "load_balance_coeff", "use_grouped_mm"),  # of training and of kernels
     experts=FUSED_EXPERTS,
+    mtp=(),
+)
+_BLOCK = "block_sparse_moe."
+GRANITEMOE = replace(
+    LLAMA,
+    model_type="granitemoe",
+    architecture="GraniteMoeForCausalLM",
+    rules=(
+        only(output_router_logits=False),
+        *llama_like(),
+        biases(),
+        *experts("num_local_experts num_experts", "intermediate_size"),
+        *MULTIPLIERS,
+    ),
+    layer=(
+        *_ATTENTION,
+        *modules(
+            "layers.{}.mlp.",
+            f"model.layers.{{}}.{_BLOCK}",
+            ("table", "router", "router.layer"),
+            ("table", "up", "input_linear", JOINED_HALVES),
+            ("table", "down", "output_linear"),
+        ),
+    ),
+    other_names={
+        f"{_BLOCK}experts.gate_up_proj": f"{_BLOCK}input_linear.weight",
+        f"{_BLOCK}experts.down_proj": f"{_BLOCK}output_linear.weight",
+        f"{_BLOCK}router.weight": f"{_BLOCK}router.layer.weight",
+    },
     mtp=(),
 )

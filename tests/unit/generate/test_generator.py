@@ -13,6 +13,10 @@ from transformers import (
     ArceeForCausalLM,
     BloomConfig,
     BloomForCausalLM,
+    Cohere2Config,
+    Cohere2ForCausalLM,
+    CohereConfig,
+    CohereForCausalLM,
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
@@ -49,6 +53,10 @@ from transformers import (
     GPTNeoXForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    GraniteMoeConfig,
+    GraniteMoeForCausalLM,
     HeliumConfig,
     HeliumForCausalLM,
     HYV3Config,
@@ -289,6 +297,10 @@ SHARED = {"moe_intermediate_size": 9, "num_experts_per_tok": 2, "n_shared_expert
 OF_ALL = {"moe_intermediate_size": 9, "num_experts_per_tok": 2, "num_shared_experts": 1}
 NO_WIDTH = {name: size for name, size in SIZES.items() if name != "intermediate_size"}
 GROUPS = {"n_routed_experts": 6, "n_group": 2, "norm_topk_prob": True}
+FACTORS = {
+    **{"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.1},
+    "logits_scaling": 6.0,
+}
 NO_DROPOUT = {"attention_dropout": 0.0, "residual_dropout": 0.0}
 THEIRS |= {
     "arcee": (ArceeForCausalLM, ArceeConfig(**SIZES, **COMMON, head_dim=10)),
@@ -334,6 +346,10 @@ THEIRS |= {
             **SIZES, **COMMON, **OF_ALL, head_dim=8, num_experts=6, sliding_window=6, mup_enabled=True
         ),
     ),
+    "granite": (GraniteForCausalLM, GraniteConfig(**SIZES, **COMMON, **FACTORS)),
+    "granitemoe": (GraniteMoeForCausalLM, GraniteMoeConfig(**SIZES, **COMMON, **FACTORS)),
+    "cohere": (CohereForCausalLM, CohereConfig(**SIZES, **COMMON)),
+    "cohere2": (Cohere2ForCausalLM, Cohere2Config(**SIZES, **COMMON, sliding_window=6)),
 }
 
 

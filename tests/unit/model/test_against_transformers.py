@@ -25,6 +25,10 @@ from transformers import (
     ArceeForCausalLM,
     BloomConfig,
     BloomForCausalLM,
+    Cohere2Config,
+    Cohere2ForCausalLM,
+    CohereConfig,
+    CohereForCausalLM,
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
@@ -61,6 +65,10 @@ from transformers import (
     GPTNeoXForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    GraniteMoeConfig,
+    GraniteMoeForCausalLM,
     HeliumConfig,
     HeliumForCausalLM,
     HYV3Config,
@@ -188,6 +196,10 @@ MODELS = {
     "exaone_moe": ExaoneMoeForCausalLM,
     "hy_v3": HYV3ForCausalLM,
     "afmoe": AfmoeForCausalLM,
+    "granite": GraniteForCausalLM,
+    "granitemoe": GraniteMoeForCausalLM,
+    "cohere": CohereForCausalLM,
+    "cohere2": Cohere2ForCausalLM,
 }
 
 
@@ -839,6 +851,34 @@ def afmoe_config(choose):
     return like_llama(AfmoeConfig, choose, **fields)
 
 
+def multipliers(choose):
+    return {
+        **{"embedding_multiplier": choose((12.0, 0.5)), "residual_multiplier": choose((0.22, 1.0))},
+        **{"attention_multiplier": choose((0.3, 0.0078125)), "logits_scaling": choose((6.0, 0.7))},
+    }
+
+
+def granite_config(choose):
+    fields = {**whole_heads(choose), **choose(BIASES), **multipliers(choose)}
+    return like_llama(GraniteConfig, choose, "head_dim", **fields)
+
+
+def granitemoe_config(choose):
+    fields = {**whole_heads(choose), **attention_bias(choose), **multipliers(choose)}
+    fields |= experts(choose, "intermediate_size")
+    return like_llama(GraniteMoeConfig, choose, "head_dim", **fields)
+
+
+def cohere_config(choose):
+    fields = {**attention_bias(choose), "logit_scale": choose((0.0625, 0.7)), "pad_token_id": None}
+    return with_layer_norm(CohereConfig, choose, "layer_norm_eps", **fields)
+
+
+def cohere2_config(choose):
+    fields = {**rotated_windows(choose), **attention_bias(choose), "logit_scale": choose((0.0625, 0.7))}
+    return with_layer_norm(Cohere2Config, choose, "layer_norm_eps", **fields, pad_token_id=None)
+
+
 CONFIGS = {
     "mistral": mistral_config,
     "gpt2": gpt2_config,
@@ -889,6 +929,10 @@ CONFIGS = {
     "exaone_moe": exaone_moe_config,
     "hy_v3": hy_v3_config,
     "afmoe": afmoe_config,
+    "granite": granite_config,
+    "granitemoe": granitemoe_config,
+    "cohere": cohere_config,
+    "cohere2": cohere2_config,
 }
 
 

@@ -61,7 +61,12 @@ def test_every_combination_trains(combinations, one_rank):
 
 
 CHANGES = {
-    **{"embedding_multiplier": 4.0, "logit_multiplier": 0.5, "query_pre_attn_scalar": 9.0},
+    **{
+        "embedding_multiplier": 4.0,
+        "residual_multiplier": 0.3,
+        "logit_multiplier": 0.5,
+        "query_pre_attn_scalar": 9.0,
+    },
     **{"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "softmax_type": "learnable"},
     **{"attention_output_gate": True, "value_layernorm": True, "keys_as_values": "all"},
 }

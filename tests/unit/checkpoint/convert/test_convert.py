@@ -107,6 +107,14 @@ def test_there_and_back_is_byte_equal(kind, form, shards, tmp_path):
             "hy_v3",
             "afmoe",
         ),
+        *(
+            "granite",
+            "granitemoe",
+        ),
+        *(
+            "cohere",
+            "cohere2",
+        ),
     ],
 )
 def test_a_family_comes_back(kind, tmp_path):

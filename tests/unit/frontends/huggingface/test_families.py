@@ -7,6 +7,8 @@ import torch
 from transformers import (
     AfmoeConfig,
     BloomConfig,
+    Cohere2Config,
+    CohereConfig,
     DeepseekV2Config,
     DeepseekV3Config,
     Dots1Config,
@@ -486,6 +488,12 @@ def test_a_converted_config_is_of_its_family(config):
             r"mlp_layer_types \['sparse', 'wide'\] cannot be converted",
         ),
         ({**SolarOpenConfig().to_dict(), "first_k_dense_replace": 1}, "with first_k_dense_replace 1 cannot"),
+        (CohereConfig(use_qk_norm=True).to_dict(), "cohere with use_qk_norm True cannot be converted"),
+        (
+            {**Cohere2Config().to_dict(), "sliding_window": None},
+            "cohere2 with sliding_window None cannot be converted",
+        ),
+        ({**Cohere2Config().to_dict(), "rotary_pct": 0.5}, "cohere2 with rotary_pct 0.5 cannot be"),
         (NemotronConfig(hidden_act="silu").to_dict(), "hidden_act 'silu' cannot be converted"),
         ({"model_type": "gpt2", "vocab_size": 3}, "no n_layer or num_hidden_layers"),
     ],

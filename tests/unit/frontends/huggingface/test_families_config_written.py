@@ -19,7 +19,17 @@ from tests.unit.model.test_against_transformers import (
     random_ids,
 )
 
-WITH_LAYER_TYPES = ("olmo3", "gemma2", "gemma3", "gemma4", "gpt_oss", "ministral", "exaone4", "dots1")
+WITH_LAYER_TYPES = (
+    "olmo3",
+    "gemma2",
+    "gemma3",
+    "gemma4",
+    "gpt_oss",
+    "ministral",
+    "exaone4",
+    "dots1",
+    "cohere2",
+)
 
 
 def logits_of(model, ids):
@@ -54,7 +64,7 @@ def test_a_written_config_is_the_same_model(kind):
 DENSE = (
     *("llama", "mistral", "qwen2", "qwen3", "olmo2", "olmo3", "smollm3", "gemma", "gemma2", "gemma3_text"),
     *("qwen3_5_text", "arcee", "phi3", "glm", "glm4", "ernie4_5", "helium", "ministral", "exaone4"),
-    *("starcoder2", "stablelm", "phi", "nemotron"),
+    *("starcoder2", "stablelm", "phi", "nemotron", "granite", "cohere", "cohere2"),
 )
 """Families whose model is determined by its sizes."""
 
