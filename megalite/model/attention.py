@@ -109,6 +109,8 @@ class Attention(nn.Module):
             self.complete = self._complete_queries
         elif spec.keys_as_values:
             self.complete = self._complete_keys_as_values
+        elif config.qk_layernorm_after_rope:
+            self.complete, self.rotated = self._complete_values, self._rotated_and_normed  # type: ignore[method-assign]
         self.split = self._split_own_groups if self.tp.size <= spec.num_groups else self._split_shared_group
 
     def recompute_parts(self, config: RecomputeConfig, norm: nn.Module) -> None:
@@ -151,6 +153,10 @@ class Attention(nn.Module):
     def _complete_keys_as_values(self, q: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
         return self._complete_all(q, *others, others[-1])
 
+    def _complete_values(self, q: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+        *gate, k, v = others
+        return q, *gate, k, self.value_norm(v)
+
     def _complete_queries(self, q: Tensor, *gate: Tensor) -> tuple[Tensor, ...]:
         return self.clip(self.query_norm(q)), *gate
 
@@ -192,6 +198,11 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values, of which the first two are rotated by their positions."""
         return self.rotate(q, angles), self.rotate(k, angles), v
+
+    def _rotated_and_normed(
+        self, q: Tensor, k: Tensor, v: Tensor, angles: Angles | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return self.query_norm(self.rotate(q, angles)), self.key_norm(self.rotate(k, angles)), v
 
     @communication_point
     def reach_keys(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

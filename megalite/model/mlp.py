@@ -5,6 +5,7 @@ Shapes: s sequence, b microbatch, h hidden size, ffn inner features, tp = tp.siz
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -26,7 +27,7 @@ from megalite.tensor_parallel.linear import (
     RowParallelLinear,
     depth_scaled_std,
 )
-from megalite.tensor_parallel.parameter_spec import LayerContext
+from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_parameter
 from megalite.tensor_parallel.uncut_linear import UncutLinear
 from megalite.utils.wrapping import wrap, wrap_point
 
@@ -79,6 +80,33 @@ def squared_relu(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
 
+class XIELU(nn.Module):
+    """Computes xIELU (Huang and Schlag 2024, arXiv 2411.13010; Apertus), with two learned numbers p and n.
+
+    It is p x^2 + x / 2 for positive x, and n (exp(x) - 1 - x) + x / 2 for others. The parameters are those of
+    p = softplus(alpha_p) and n = 1 / 2 + softplus(alpha_n); initially, p and n are 0.8. Each rank's features
+    have their part of the gradients.
+    """
+
+    SLOPE, LARGEST = 0.5, -1e-6
+    """Slope at 0, and the largest argument of the exponential."""
+
+    def __init__(self, context: LayerContext) -> None:
+        super().__init__()
+        specs = [ParameterSpec((1,), mean=_inverse_softplus(p), decay=False) for p in (0.8, 0.8 - self.SLOPE)]
+        self.alpha_p, self.alpha_n = (new_parameter(each, context, used_by_cut_heads=True) for each in specs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[..., ffn/tp]`` to the same shape."""
+        positive, negative = F.softplus(self.alpha_p), self.SLOPE + F.softplus(self.alpha_n)
+        curved = torch.where(x > 0, positive * x * x, negative * (torch.expm1(x.clamp(max=self.LARGEST)) - x))
+        return curved + self.SLOPE * x
+
+
+def _inverse_softplus(y: float) -> float:
+    return math.log(math.expm1(y))
+
+
 ACTIVATION_FUNCTIONS = {
     "gelu": ActivationFunction(bias_gelu, adds_bias=True, is_gelu=True),
     "gelu_exact": ActivationFunction(F.gelu),
@@ -113,7 +141,10 @@ class MLP(nn.Module):
         h, bias, std = config.hidden_size, config.has_mlp_bias, config.init_method_std
         ffn = config.ffn_size if ffn is None else ffn
         up_shape = (2, ffn) if config.is_gated else (ffn,)
-        self.activation = activation_of(config)
+        self.xielu = XIELU(context) if config.activation == "xielu" else None
+        self.activation = (
+            activation_of(config) if self.xielu is None else ActivationFunction(self.xielu.forward)
+        )
         self.up = ColumnParallelLinear(
             h,
             up_shape,

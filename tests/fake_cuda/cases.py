@@ -115,6 +115,9 @@ CASES = {
     "cohere": case(
         add_norm_bias=False, residual_multiplier=0.5, parallel_residual=True, parallel_shared_norm=True
     ),
+    "xielu": case(
+        activation="xielu", position_embedding_type="rope", qk_layernorm=True, qk_layernorm_after_rope=True
+    ),
     "bloom": case(preset="bloom-tiny", attention_dropout=0.1),
     "llama": case(preset="llama-tiny"),
     "llama tp2": case("tp2+sp", preset="llama-tiny"),

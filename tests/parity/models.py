@@ -50,13 +50,13 @@ SWITCHES: dict[str, dict[str, Any]] = {
     },
     "gpt-tiny, neox": {
         **{"position_embedding_type": "rope", "rotary_percent": 0.5, "rotary_interleaved": True},
-        **{"parallel_residual": True, "qk_layernorm": True, "residual_multiplier": 0.5},
+        **{"parallel_residual": True, "qk_layernorm": True, "qk_layernorm_after_rope": True},
     },
     "gpt-tiny, gpt-j": {
         **{"position_embedding_type": "rope", "rotary_percent": 0.5, "rotary_interleaved": True},
         **{"parallel_residual": True, "parallel_shared_norm": True, "add_bias_linear": False},
         **{"add_mlp_bias": True, "add_output_bias": True, "untie_embeddings_and_output_weights": True},
-        **{"qk_layernorm": True, "add_norm_bias": False},
+        **{"qk_layernorm": True, "add_norm_bias": False, "residual_multiplier": 0.5, "activation": "xielu"},
     },
     "llama-tiny, gemma": {
         **{"activation": "geglu", "norm_position": "sandwich", "zero_centered_norms": True},
@@ -91,6 +91,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
         **{"num_experts": 12, "moe_router_topk": 4, "moe_ffn_hidden_size": 20},
         **{"moe_router_pre_softmax": True, "moe_shared_expert_intermediate_size": 16},
         **{"moe_shared_expert_gate": True, "moe_router_load_balancing_type": "global_aux_loss"},
+        **{"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.05},
     },
     DROPPING: {
         **{"num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 40, "moe_input_jitter_eps": 0.1},

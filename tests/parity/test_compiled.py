@@ -51,6 +51,8 @@ NOTHING = RecomputeConfig()
         (MIXTRAL, "fp64", "dp2ep2+allgather", NOTHING),
         (MIXTRAL, "fp64", "pp2dpvdp2ep2", NOTHING),
         (BESIDE, "fp64", "pp2", RECOMPUTE["mlp"]),
+        ("gpt-tiny, neox", "fp64", "tp2", NOTHING),
+        ("gpt-tiny, gpt-j", "fp64", "tp2+sp", RECOMPUTE["core"]),
     ],
 )
 def test_same_run(model: str, dtype: str, name: str, recompute: RecomputeConfig, corpus: str) -> None:

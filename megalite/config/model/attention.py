@@ -246,6 +246,12 @@ class AttentionOptions:
     qk_layernorm_width: QKNormWidth = option("head", only_with="qk_layernorm", in_megatron=False)
     """Normalize each head's queries and keys, with one weight for all heads (Qwen 3), or all heads together
     (all_heads: OLMo 2)."""
+    qk_layernorm_after_rope: bool = option(
+        False,
+        only_with=(Setting("qk_layernorm"), Setting("position_embedding_type", ("rope",))),
+        in_megatron=False,
+    )
+    """Normalize queries and keys after their rotation, instead of before it (Hunyuan)."""
     value_layernorm: bool = option(False, in_megatron=False)
     """Normalize each head's values by an RMSNorm without a weight (Gemma 4)."""
     query_pre_attn_scalar: float | None = option(None, allowed=POSITIVE, same_shapes=True, in_megatron=False)
@@ -314,6 +320,10 @@ class AttentionOptions:
                 ": weights are only scaled on the device; pass --zero-stage 1 to shard the state instead"
             ),
         },
+        "qk_layernorm_after_rope": {
+            Setting("qk_layernorm_width", ("all_heads",)): ": pass --qk-layernorm-width head",
+            ("clip_qkv", "num_kv_shared_layers", _AS_VALUES): " is not supported: remove one of them",
+        },
         "window_size": {IS_BERT: ", whose attention is bidirectional: remove it"},
     }
     bounds: ClassVar[tuple[Bound, ...]] = (
@@ -363,6 +373,7 @@ class LatentOptions:
         "value_layernorm": {_LATENTS: ", whose values have no norm; remove it"},
         "full_attention_kv_channels": {_LATENTS: ": all layers have heads of one size; remove it"},
         "full_attention_query_groups": {_LATENTS: ": each head has its own keys; remove it"},
+        "qk_layernorm_after_rope": {_LATENTS: ", whose latents are not rotated; remove it"},
         "clip_qkv": {_LATENTS: ", whose keys and values are latents; remove it"},
         "qk_clip": {_LATENTS: ", whose keys have a part that all heads share; remove it"},
     }

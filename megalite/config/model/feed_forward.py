@@ -21,8 +21,9 @@ from megalite.config.option import (
 )
 
 PlainActivation = Literal["gelu", "gelu_exact", "relu", "squared_relu"]
+LearnedActivation = Literal["xielu"]
 GatedActivation = Literal["swiglu", "geglu", "geglu_exact", "quick_geglu", "reglu"]
-Activation = Literal[PlainActivation, GatedActivation]
+Activation = Literal[PlainActivation, LearnedActivation, GatedActivation]
 
 GATED_ACTIVATIONS = get_args(GatedActivation)
 """Activations whose input has two halves: a gate, and the values that it multiplies."""
@@ -53,8 +54,8 @@ class MLPOptions:
         same_shapes=get_args(PlainActivation),
         in_megatron=False,
     )
-    """Activation of the MLP. gelu is the tanh approximation, gelu_exact the erf form; swiglu, geglu (Gemma),
-    geglu_exact, quick_geglu (GPT-OSS) and reglu are gated."""
+    """Activation of the MLP. gelu is the tanh approximation, gelu_exact the erf form; xielu has two learned
+    numbers (Apertus); swiglu, geglu, geglu_exact, quick_geglu and reglu are gated."""
     activation_func_clamp_value: float | None = option(None, allowed=POSITIVE, **_GATED)
     """Bound the gate of a gated activation from above, and the values that it multiplies from both sides
     (GPT-OSS: 7)."""
@@ -62,6 +63,13 @@ class MLPOptions:
     """Number to add to the values that the gate of a gated activation multiplies (GPT-OSS: 1)."""
     add_mlp_bias: bool = option(False, only_with=Setting("add_bias_linear", (False,)), in_megatron=False)
     """Add a bias to the linear layers of the MLP even with --disable-bias-linear, as GPT-J does."""
+
+    conflicts: ClassVar[Conflicts] = {
+        Setting("activation", ("xielu",)): {
+            HAS_EXPERTS: ": experts have no numbers of it; pass another activation",
+            Setting("architecture", ("bert",)): ": BERT's head has no numbers of it; pass another activation",
+        },
+    }
 
     @property
     def is_gated(self) -> bool:
@@ -171,11 +179,6 @@ class ExpertOptions:
         ("moe_shared_expert_gate", "moe_latent_size"): {
             ("add_bias_linear", "add_mlp_bias"): (
                 ": it has no biases beside it; pass --disable-bias-linear without --add-mlp-bias"
-            ),
-        },
-        "moe_router_enable_expert_bias": {
-            Setting("moe_router_score_function", other_than("sigmoid")): (
-                ": the bias adds to scores of sigmoid; pass it, or remove the bias"
             ),
         },
     }

@@ -64,6 +64,15 @@ def in_layers_of_experts(*rules: Rule) -> Rule:
     return where(lambda hf, fields: "moe_layer_freq" in fields, lambda config: config.has_experts, *rules)
 
 
+def shared(count: str) -> Rule:
+    """Return the rule of shared experts, which are one here; `count` is their name of the number."""
+
+    def write(config: ModelConfig) -> Fields:
+        return {count: (config.moe_shared_expert_intermediate_size or 0) // config.expert_ffn_size}
+
+    return Rule(lambda hf, _: {SHARED_WIDTH: hf[WIDTH] * hf[count]}, write, (count,))
+
+
 def routed_and_shared(
     count: str,
     factor: float,
@@ -78,13 +87,9 @@ def routed_and_shared(
         factor: default of `scale`, their name of the factor of weights.
         scores: rules of the scores that choose experts.
     """
-
-    def write_shared(config: ModelConfig) -> Fields:
-        return {num_shared: (config.moe_shared_expert_intermediate_size or 0) // config.expert_ffn_size}
-
     return (
         *experts(count, loss=("aux_loss_alpha", 0.0)),
-        Rule(lambda hf, _: {SHARED_WIDTH: hf[WIDTH] * hf[num_shared]}, write_shared, (num_shared,)),
+        shared(num_shared),
         setting(scale, "moe_router_topk_scaling_factor", factor),
         *scores,
     )

@@ -9,15 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from megalite.config import ModelConfig
 from megalite.frontends.huggingface.family import Module, Transform, by_kind, modules, qkv_groups
-from megalite.frontends.huggingface.llama import LLAMA, OLMO2, llama_like
+from megalite.frontends.huggingface.llama import LLAMA, OLMO2, QK_NORMS, llama_like
 from megalite.frontends.huggingface.positions import (
     layer_types,
     one_window,
     rotary,
+    rotary_fields,
+    scaling_of,
     windows_with_rotation,
 )
 from megalite.frontends.huggingface.settings import (
+    HF_ACTIVATIONS,
     Fields,
     HFSettings,
     Rule,
@@ -146,6 +150,92 @@ GRANITE = replace(
     model_type="granite",
     architecture="GraniteForCausalLM",
     rules=(*LLAMA.rules, *MULTIPLIERS),
+    mtp=(),
+)
+
+
+def _read_hunyuan_rotary(hf: HFSettings, fields: Fields) -> Fields:
+    settings = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
+    base = settings.get("rope_theta") or hf.get("rope_theta") or 10000.0
+    if settings.get("rope_type", settings.get("type")) == "dynamic" and settings.get("alpha"):
+        size = fields["kv_channels"] or fields["hidden_size"] // fields["num_attention_heads"]
+        return rotary_fields({}, base * settings["alpha"] ** (size / (size - 2)), None)  # another base alone
+    return rotary_fields(settings, base, None)
+
+
+HUNYUAN_RULES = (
+    *llama_like(2048, 1e-5, rotary=Rule(_read_hunyuan_rotary, rotary().write)),
+    biases(),
+    fixed(qk_layernorm=True, qk_layernorm_after_rope=True),
+)
+"""Rules of dense models and models with experts."""
+HUNYUAN_QK_NORMS = modules(
+    "layers.{}.attention.",
+    "model.layers.{}.self_attn.",
+    ("norm", "query_norm", "query_layernorm"),
+    ("norm", "key_norm", "key_layernorm"),
+)
+HUNYUAN_V1_DENSE = replace(
+    LLAMA,
+    model_type="hunyuan_v1_dense",
+    architecture="HunYuanDenseV1ForCausalLM",
+    rules=HUNYUAN_RULES,
+    layer=(*LLAMA.layer, *HUNYUAN_QK_NORMS),
+    without_effect=("eod_token_id",),
+    mtp=(),
+)
+
+
+_APERTUS_ROTARY = {
+    **{"rope_type": "llama3", "rope_theta": 12000000.0, "factor": 8.0, "low_freq_factor": 1.0},
+    **{"original_max_position_embeddings": 8192, "high_freq_factor": 4.0},
+}
+"""Settings of a config without rotary positions."""
+
+
+def _read_apertus_rotary(hf: HFSettings, _: Fields) -> Fields:
+    settings = hf.get("rope_parameters") or hf.get("rope_scaling") or _APERTUS_ROTARY
+    return rotary_fields(settings, hf.get("rope_theta") or 12000000.0, None)
+
+
+def _write_apertus_rotary(config: ModelConfig) -> Fields:
+    # Without rope_parameters, their rotary positions are scaled.
+    return {"rope_parameters": {**scaling_of(config), "rope_theta": config.rotary_base}}
+
+
+_XIELU = Transform(  # and two numbers that are constants here: a slope, and a bound
+    lambda full, _: [full, full.new_tensor(0.5), full.new_tensor(-1e-6)], lambda parts, _: parts[0]
+)
+APERTUS = replace(
+    LLAMA,
+    model_type="apertus",
+    architecture="ApertusForCausalLM",
+    rules=(
+        *llama_like(
+            65536,
+            1e-5,
+            rotary=Rule(_read_apertus_rotary, _write_apertus_rotary),
+            function=activation("hidden_act", "xielu", {**HF_ACTIVATIONS, "xielu": "xielu"}),
+        ),
+        biases(),
+        fixed(qk_layernorm=True),
+    ),
+    layer=(
+        *with_modules(
+            LLAMA.layer,
+            ("norm", "attention_norm", "attention_layernorm"),
+            ("norm", "mlp_norm", "feedforward_layernorm"),
+            ("mlp", "mlp.up", "mlp.up_proj"),
+        ),
+        *QK_NORMS,
+        *modules(
+            "layers.{}.mlp.xielu.",
+            "model.layers.{}.mlp.act_fn.",
+            ("vector", "alpha_p", "alpha_p"),
+            ("vector", "alpha_n", "alpha_n beta eps", _XIELU),
+            only_if=lambda config: config.activation == "xielu",
+        ),
+    ),
     mtp=(),
 )
 

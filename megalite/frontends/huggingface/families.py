@@ -17,6 +17,7 @@ from megalite.config.fields import config_fields
 from megalite.config.validate import range_problems
 from megalite.frontends.huggingface.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE
 from megalite.frontends.huggingface.dense import (
+    APERTUS,
     ARCEE,
     ERNIE4_5,
     EXAONE4,
@@ -24,6 +25,7 @@ from megalite.frontends.huggingface.dense import (
     GLM4,
     GRANITE,
     HELIUM,
+    HUNYUAN_V1_DENSE,
     MINISTRAL,
     PHI3,
     SEED_OSS,
@@ -52,9 +54,11 @@ from megalite.frontends.huggingface.settings import HF_ACTIVATIONS, TOKEN_IDS
 from megalite.frontends.huggingface.sparse import (
     AFMOE,
     DOTS1,
+    ERNIE4_5_MOE,
     EXAONE_MOE,
     FLEX_OLMO,
     GRANITEMOE,
+    HUNYUAN_V1_MOE,
     HY_V3,
     SOLAR_OPEN,
 )
@@ -68,7 +72,7 @@ FAMILIES: Mapping[str, Family] = {
         *(QWEN3_NEXT, QWEN3_5, NEMOTRON_H, QWEN2_MOE, QWEN3_5_MOE, GLM4_MOE, MINIMAX_M2, GPT_OSS),
         *(ARCEE, SEED_OSS, PHI3, GLM, GLM4, ERNIE4_5, HELIUM, MINISTRAL, EXAONE4, GEMMA),
         *(STARCODER2, STABLELM, PHI, NEMOTRON, FLEX_OLMO, DOTS1, SOLAR_OPEN, EXAONE_MOE, HY_V3, AFMOE),
-        *(GRANITE, GRANITEMOE, COHERE, COHERE2),
+        *(GRANITE, GRANITEMOE, COHERE, COHERE2, HUNYUAN_V1_DENSE, HUNYUAN_V1_MOE, ERNIE4_5_MOE, APERTUS),
     )
 } | {"kimi_k2": DEEPSEEK_V3}
 """All architectures by `model_type`; Kimi K2 is DeepSeek-V3 with other sizes, and is written as such."""

@@ -1,6 +1,6 @@
 """Mixtures of experts whose tables are those of OLMoE, DeepSeek-V3 or GLM-4.5 with a few other rows.
 
-They are FlexOlmo, dots.llm1, Solar Open, K-EXAONE, Hy3, AFMoE (Trinity) and Granite MoE.
+They are FlexOlmo, dots.llm1, Solar Open, K-EXAONE, Hy3, AFMoE (Trinity), Granite MoE, Hunyuan and ERNIE 4.5.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from megalite.config import ModelConfig
 from megalite.frontends.huggingface.deepseek import (
     COUNT,
     EXPERTS,
@@ -15,11 +16,20 @@ from megalite.frontends.huggingface.deepseek import (
     experts_after_dense,
     in_layers_of_experts,
     routed_and_shared,
+    shared,
 )
-from megalite.frontends.huggingface.dense import MULTIPLIERS, QKV_BIAS, with_modules
+from megalite.frontends.huggingface.dense import (
+    ERNIE,
+    HUNYUAN_QK_NORMS,
+    HUNYUAN_RULES,
+    MULTIPLIERS,
+    QKV_BIAS,
+    with_modules,
+)
 from megalite.frontends.huggingface.experts import (
     FUSED_EXPERTS,
     JOINED_HALVES,
+    SHARED_WIDTH,
     WEIGHTS_OF_CHOSEN,
     WIDTH,
     biased_scores,
@@ -30,7 +40,7 @@ from megalite.frontends.huggingface.experts import (
     modules_with_some_experts,
     shared_expert_modules,
 )
-from megalite.frontends.huggingface.family import Place, by_kind, modules, qkv_groups
+from megalite.frontends.huggingface.family import Place, Transform, by_kind, modules, qkv_groups
 from megalite.frontends.huggingface.gemma import ROOT_OF_WIDTH
 from megalite.frontends.huggingface.llama import LLAMA, OLMO2, OLMO_RULES, QK_NORMS, llama_like
 from megalite.frontends.huggingface.positions import last_windows, rotary, windows_with_rotation
@@ -290,5 +300,87 @@ GRANITEMOE = replace(
         f"{_BLOCK}experts.down_proj": f"{_BLOCK}output_linear.weight",
         f"{_BLOCK}router.weight": f"{_BLOCK}router.layer.weight",
     },
+    mtp=(),
+)
+
+_TOPK = "moe_topk num_experts_per_tok"
+
+
+def _read_topk(hf: HFSettings, _: Fields) -> Fields:
+    topk, count = hf[_TOPK], hf["num_experts num_local_experts"]
+    of_layers = {*topk} if isinstance(topk, list) else {topk}
+    if len(of_layers) != 1 or count == 1:
+        raise UserError(
+            f"{hf.kind} with moe_topk {topk} and num_experts {count} cannot be converted: only several "
+            "experts, and as many of them for a token in each layer, can"
+        )
+    return {"moe_router_topk": of_layers.pop()}
+
+
+HUNYUAN_V1_MOE = replace(
+    LLAMA,
+    model_type="hunyuan_v1_moe",
+    architecture="HunYuanMoEV1ForCausalLM",
+    rules=(
+        *HUNYUAN_RULES,
+        *experts("num_experts num_local_experts", "intermediate_size", _TOPK, loss=None),
+        Rule(_read_topk),
+        Rule(lambda _, fields: {SHARED_WIDTH: fields["ffn_hidden_size"]}),
+    ),
+    layer=(
+        *_ATTENTION,
+        *HUNYUAN_QK_NORMS,
+        *expert_modules(_MLP, router="gate.wg"),
+        *shared_expert_modules(f"{_MLP}.shared_mlp"),
+    ),
+    without_effect=(_LOGITS, "eod_token_id"),
+    experts=FUSED_EXPERTS,
+    mtp=(),
+)
+
+
+def _read_ernie_layers(hf: HFSettings, fields: Fields) -> Fields:
+    num_layers, first = fields["num_layers"], hf.get("moe_layer_start_index", 1)
+    last, step = hf.get("moe_layer_end_index", -1), hf.get("moe_layer_interval", 1)
+    last = num_layers - 1 if last == -1 else last
+    marks = tuple(int((layer + 1) % step == 0 and first <= layer <= last) for layer in range(num_layers))
+    return {} if not any(marks) else {"moe_layer_freq": None if all(marks) else marks}
+
+
+def _write_ernie_layers(config: ModelConfig) -> Fields:
+    layers = [number for number, spec in enumerate(config.layer_specs) if has_experts(spec)]
+    first, last = (layers[0], layers[-1]) if layers else (config.num_layers, config.num_layers - 1)
+    step = layers[1] - layers[0] if len(layers) > 1 else 1
+    return {"moe_layer_start_index": first, "moe_layer_end_index": last, "moe_layer_interval": step}
+
+
+_BIAS = "moe_statics.e_score_correction_bias"
+_ONE_ROW = Transform(lambda full, _: [full.unsqueeze(0)], lambda parts, _: parts[0].squeeze(0))
+ERNIE4_5_MOE = replace(
+    LLAMA,
+    model_type="ernie4_5_moe",
+    architecture="Ernie4_5_MoeForCausalLM",
+    rules=(
+        only(use_bias=False, output_router_logits=False, moe_norm_min=1e-12),
+        *llama_like(131072, 1e-5, rotary=rotary(500000.0)),
+        *ERNIE,
+        Rule(_read_ernie_layers, _write_ernie_layers),
+        in_layers_of_experts(
+            *experts("moe_num_experts num_experts num_local_experts", topk="moe_k num_experts_per_tok"),
+            fixed(moe_router_enable_expert_bias=True),
+            shared("moe_num_shared_experts"),
+        ),
+    ),
+    layer=modules_with_some_experts(
+        LLAMA.layer,
+        (
+            *expert_modules(_MLP),
+            *shared_expert_modules(f"{_MLP}.shared_experts"),
+            *(replace(each, transform=_ONE_ROW) for each in expert_bias(f"{_MLP}.{_BIAS}")),
+        ),
+    ),
+    tied=True,
+    experts=FUSED_EXPERTS,
+    other_names={f".mlp.gate.{_BIAS}": f".mlp.{_BIAS}"},
     mtp=(),
 )

@@ -51,6 +51,8 @@ CAPS |= {"window_size": (9, 0), "window_attn_skip_freq": (2,), "window_rotary_ba
 GEMMA = {**LLAMA, "activation": "geglu", "norm_position": "sandwich", "zero_centered_norms": True, **CAPS}
 GEMMA |= {"hidden_size_per_layer_input": 6, "num_kv_shared_layers": 1}
 NEOX = {"position_embedding_type": "rope", "rotary_percent": 0.5, "parallel_residual": True}
+NEOX |= {"qk_layernorm": True, "qk_layernorm_after_rope": True, "residual_multiplier": 0.5}
+NEOX |= {"activation": "xielu", "add_norm_bias": False}
 SHARED = {
     **{**GEMMA, "norm_position": "pre", "num_kv_shared_layers": 2, "value_layernorm": True},
     **{"keys_as_values": "full_attention", "full_attention_query_groups": 1, "layer_output_scale": True},

@@ -9,6 +9,8 @@ import torch
 from transformers import (
     AfmoeConfig,
     AfmoeForCausalLM,
+    ApertusConfig,
+    ApertusForCausalLM,
     ArceeConfig,
     ArceeForCausalLM,
     BloomConfig,
@@ -23,6 +25,8 @@ from transformers import (
     DeepseekV3ForCausalLM,
     Dots1Config,
     Dots1ForCausalLM,
+    Ernie4_5_MoeConfig,
+    Ernie4_5_MoeForCausalLM,
     Ernie4_5Config,
     Ernie4_5ForCausalLM,
     Exaone4Config,
@@ -59,6 +63,10 @@ from transformers import (
     GraniteMoeForCausalLM,
     HeliumConfig,
     HeliumForCausalLM,
+    HunYuanDenseV1Config,
+    HunYuanDenseV1ForCausalLM,
+    HunYuanMoEV1Config,
+    HunYuanMoEV1ForCausalLM,
     HYV3Config,
     HYV3ForCausalLM,
     LlamaConfig,
@@ -301,6 +309,8 @@ FACTORS = {
     **{"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.1},
     "logits_scaling": 6.0,
 }
+BY_ALPHA = {"rope_type": "dynamic", "rope_theta": 100.0, "alpha": 50.0, "factor": 1.0}
+ERNIE = {"moe_intermediate_size": 9, "moe_num_experts": 6, "moe_k": 2}
 NO_DROPOUT = {"attention_dropout": 0.0, "residual_dropout": 0.0}
 THEIRS |= {
     "arcee": (ArceeForCausalLM, ArceeConfig(**SIZES, **COMMON, head_dim=10)),
@@ -350,6 +360,19 @@ THEIRS |= {
     "granitemoe": (GraniteMoeForCausalLM, GraniteMoeConfig(**SIZES, **COMMON, **FACTORS)),
     "cohere": (CohereForCausalLM, CohereConfig(**SIZES, **COMMON)),
     "cohere2": (Cohere2ForCausalLM, Cohere2Config(**SIZES, **COMMON, sliding_window=6)),
+    "hunyuan_v1_dense": (
+        HunYuanDenseV1ForCausalLM,
+        HunYuanDenseV1Config(**SIZES, **COMMON, head_dim=10, rope_parameters=BY_ALPHA),
+    ),
+    "hunyuan_v1_moe": (
+        HunYuanMoEV1ForCausalLM,
+        HunYuanMoEV1Config(**SIZES, **COMMON, head_dim=10, num_experts=5, moe_topk=2),
+    ),
+    "ernie4_5_moe": (
+        Ernie4_5_MoeForCausalLM,
+        Ernie4_5_MoeConfig(**SIZES, **COMMON, **ERNIE),
+    ),
+    "apertus": (ApertusForCausalLM, ApertusConfig(**SIZES, **COMMON)),
 }
 
 

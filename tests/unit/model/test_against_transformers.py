@@ -21,6 +21,8 @@ from torch.overrides import TorchFunctionMode
 from transformers import (
     AfmoeConfig,
     AfmoeForCausalLM,
+    ApertusConfig,
+    ApertusForCausalLM,
     ArceeConfig,
     ArceeForCausalLM,
     BloomConfig,
@@ -35,6 +37,8 @@ from transformers import (
     DeepseekV3ForCausalLM,
     Dots1Config,
     Dots1ForCausalLM,
+    Ernie4_5_MoeConfig,
+    Ernie4_5_MoeForCausalLM,
     Ernie4_5Config,
     Ernie4_5ForCausalLM,
     Exaone4Config,
@@ -71,6 +75,10 @@ from transformers import (
     GraniteMoeForCausalLM,
     HeliumConfig,
     HeliumForCausalLM,
+    HunYuanDenseV1Config,
+    HunYuanDenseV1ForCausalLM,
+    HunYuanMoEV1Config,
+    HunYuanMoEV1ForCausalLM,
     HYV3Config,
     HYV3ForCausalLM,
     LlamaConfig,
@@ -200,6 +208,10 @@ MODELS = {
     "granitemoe": GraniteMoeForCausalLM,
     "cohere": CohereForCausalLM,
     "cohere2": Cohere2ForCausalLM,
+    "hunyuan_v1_dense": HunYuanDenseV1ForCausalLM,
+    "hunyuan_v1_moe": HunYuanMoEV1ForCausalLM,
+    "ernie4_5_moe": Ernie4_5_MoeForCausalLM,
+    "apertus": ApertusForCausalLM,
 }
 
 
@@ -879,6 +891,40 @@ def cohere2_config(choose):
     return with_layer_norm(Cohere2Config, choose, "layer_norm_eps", **fields, pad_token_id=None)
 
 
+def hunyuan_v1_dense_config(choose, kind=HunYuanDenseV1Config, **more):
+    by_alpha = {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0}
+    positions = {"rope_theta": 500.0, **choose((by_alpha, ROPE_SCALINGS[0], ROPE_SCALINGS[2]))}
+    fields = {**attention_bias(choose), "rope_parameters": positions, "pad_token_id": None, **more}
+    return like_llama(kind, choose, **fields)
+
+
+def hunyuan_v1_moe_config(choose):
+    topk = choose((2, [3] * 3))
+    more = {"num_hidden_layers": 3, "num_experts": choose((4, 5)), "moe_topk": topk}
+    return hunyuan_v1_dense_config(choose, HunYuanMoEV1Config, **more)
+
+
+def ernie4_5_moe_config(choose):
+    fields = {"num_hidden_layers": 3, "moe_num_experts": choose((4, 6)), "moe_k": choose((2, 3))}
+    fields |= {"moe_num_shared_experts": choose((1, 2)), "moe_intermediate_size": choose((5, 18))}
+    fields |= choose(
+        (
+            {"moe_layer_start_index": 1, "moe_layer_interval": 1},
+            {"moe_layer_start_index": 0, "moe_layer_interval": 2, "moe_layer_end_index": 2},
+            {"moe_layer_start_index": 0, "moe_layer_interval": 1, "moe_layer_end_index": 1},
+            {"moe_layer_start_index": 0, "moe_layer_interval": 1},
+        )
+    )
+    fields |= {**whole_heads(choose), "pad_token_id": None, "router_aux_loss_coef": 0.0}
+    return like_llama(Ernie4_5_MoeConfig, choose, "head_dim", "attention_dropout", **fields)
+
+
+def apertus_config(choose):
+    fields = {**whole_heads(choose), **attention_bias(choose), "pad_token_id": None}
+    fields["hidden_act"] = choose(("xielu", "xielu", "relu2"))
+    return like_llama(ApertusConfig, choose, "head_dim", **fields)
+
+
 CONFIGS = {
     "mistral": mistral_config,
     "gpt2": gpt2_config,
@@ -933,6 +979,10 @@ CONFIGS = {
     "granitemoe": granitemoe_config,
     "cohere": cohere_config,
     "cohere2": cohere2_config,
+    "hunyuan_v1_dense": hunyuan_v1_dense_config,
+    "hunyuan_v1_moe": hunyuan_v1_moe_config,
+    "ernie4_5_moe": ernie4_5_moe_config,
+    "apertus": apertus_config,
 }
 
 
@@ -1141,7 +1191,8 @@ def test_weights_return_to_transformers(kind, one_rank):
     model_type = theirs.config.model_type
     returned = to_hf(dict(ours.named_parameters()), ours.config, model_type)
     trained = {name: each for name, each in theirs.named_parameters() if each.requires_grad}
-    tensors = as_saved(theirs, {**trained, **output_scales(theirs)})
+    constants = {name: each for name, each in theirs.named_buffers() if ".act_fn." in name}  # of xIELU
+    tensors = as_saved(theirs, {**trained, **constants, **output_scales(theirs)})
     named = {family_of(ours.config, model_type).full_name(name): each for name, each in tensors.items()}
     assert returned.keys() == named.keys()
     for name, parameter in named.items():

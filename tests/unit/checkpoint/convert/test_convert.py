@@ -115,6 +115,12 @@ def test_there_and_back_is_byte_equal(kind, form, shards, tmp_path):
             "cohere",
             "cohere2",
         ),
+        *(
+            "hunyuan_v1_dense",
+            "hunyuan_v1_moe",
+            "ernie4_5_moe",
+            "apertus",
+        ),
     ],
 )
 def test_a_family_comes_back(kind, tmp_path):

@@ -6,12 +6,14 @@ import pytest
 import torch
 from transformers import (
     AfmoeConfig,
+    ApertusConfig,
     BloomConfig,
     Cohere2Config,
     CohereConfig,
     DeepseekV2Config,
     DeepseekV3Config,
     Dots1Config,
+    Ernie4_5_MoeConfig,
     Exaone4Config,
     ExaoneMoeConfig,
     Gemma3TextConfig,
@@ -19,6 +21,7 @@ from transformers import (
     GemmaConfig,
     GPT2Config,
     GPTJConfig,
+    HunYuanMoEV1Config,
     HYV3Config,
     LlamaConfig,
     MistralConfig,
@@ -488,6 +491,14 @@ def test_a_converted_config_is_of_its_family(config):
             r"mlp_layer_types \['sparse', 'wide'\] cannot be converted",
         ),
         ({**SolarOpenConfig().to_dict(), "first_k_dense_replace": 1}, "with first_k_dense_replace 1 cannot"),
+        (
+            HunYuanMoEV1Config(num_experts=4, moe_topk=[2, 3]).to_dict(),
+            r"hunyuan_v1_moe with moe_topk \[2, 3\] and num_experts 4 cannot be converted",
+        ),
+        (HunYuanMoEV1Config(num_experts=1, moe_topk=1).to_dict(), "moe_topk 1 and num_experts 1 cannot"),
+        (Ernie4_5_MoeConfig(use_bias=True).to_dict(), "ernie4_5_moe with use_bias True cannot be converted"),
+        (Ernie4_5_MoeConfig(moe_norm_min=0.1).to_dict(), "ernie4_5_moe with moe_norm_min 0.1 cannot"),
+        (ApertusConfig(hidden_act="silu").to_dict(), "hidden_act 'silu' cannot be converted"),
         (CohereConfig(use_qk_norm=True).to_dict(), "cohere with use_qk_norm True cannot be converted"),
         (
             {**Cohere2Config().to_dict(), "sliding_window": None},

@@ -65,6 +65,7 @@ DENSE = (
     *("llama", "mistral", "qwen2", "qwen3", "olmo2", "olmo3", "smollm3", "gemma", "gemma2", "gemma3_text"),
     *("qwen3_5_text", "arcee", "phi3", "glm", "glm4", "ernie4_5", "helium", "ministral", "exaone4"),
     *("starcoder2", "stablelm", "phi", "nemotron", "granite", "cohere", "cohere2"),
+    *("hunyuan_v1_dense", "apertus"),
 )
 """Families whose model is determined by its sizes."""
 
