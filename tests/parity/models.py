@@ -25,6 +25,8 @@ HYBRID = "llama-tiny, qwen3-next"
 NEMOTRON = "nemotron-h-tiny, own"
 """Layers with Mamba-2, attention, Mamba-2 and an MLP."""
 BESIDE = "llama-tiny, experts beside MLPs"
+COHERE = "gpt-tiny, cohere"
+"""With xIELU, and norms after the rotation."""
 LATENT, DEEPSEEK = "llama-tiny, latent", "llama-tiny, deepseek"
 GPT_OSS = "llama-tiny, gpt-oss"
 """Experts, router and attention have biases."""
@@ -50,13 +52,22 @@ SWITCHES: dict[str, dict[str, Any]] = {
     },
     "gpt-tiny, neox": {
         **{"position_embedding_type": "rope", "rotary_percent": 0.5, "rotary_interleaved": True},
-        **{"parallel_residual": True, "qk_layernorm": True, "qk_layernorm_after_rope": True},
+        **{"parallel_residual": True, "qk_layernorm": True},
     },
     "gpt-tiny, gpt-j": {
         **{"position_embedding_type": "rope", "rotary_percent": 0.5, "rotary_interleaved": True},
         **{"parallel_residual": True, "parallel_shared_norm": True, "add_bias_linear": False},
         **{"add_mlp_bias": True, "add_output_bias": True, "untie_embeddings_and_output_weights": True},
-        **{"qk_layernorm": True, "add_norm_bias": False, "residual_multiplier": 0.5, "activation": "xielu"},
+    },
+    COHERE: {
+        **{"position_embedding_type": "rope", "rotary_percent": 0.5, "rotary_interleaved": True},
+        **{"qk_layernorm": True, "qk_layernorm_after_rope": True, "add_norm_bias": False},
+        **{"parallel_residual": True, "residual_multiplier": 0.5, "activation": "xielu"},
+    },
+    "llama-tiny, ernie": {
+        **{"num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 12, "moe_layer_freq": (0, 1, 1, 1)},
+        **{"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.05},
+        **{"moe_shared_expert_intermediate_size": 24, "residual_multiplier": 0.5},
     },
     "llama-tiny, gemma": {
         **{"activation": "geglu", "norm_position": "sandwich", "zero_centered_norms": True},
@@ -91,7 +102,6 @@ SWITCHES: dict[str, dict[str, Any]] = {
         **{"num_experts": 12, "moe_router_topk": 4, "moe_ffn_hidden_size": 20},
         **{"moe_router_pre_softmax": True, "moe_shared_expert_intermediate_size": 16},
         **{"moe_shared_expert_gate": True, "moe_router_load_balancing_type": "global_aux_loss"},
-        **{"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.05},
     },
     DROPPING: {
         **{"num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 40, "moe_input_jitter_eps": 0.1},
@@ -170,6 +180,7 @@ THREE_HEADS: dict[str, dict[str, Any]] = {
         *(("llama-tiny, qwen", {}), ("llama-tiny, olmo", {}), ("llama-tiny, gemma", {})),
         (GPT_OSS, {"moe_ffn_hidden_size": 42}),
         *((each, {}) for each in ("llama-tiny, qk-clip", WINDOWED, "gpt-tiny, neox", "gpt-tiny, gpt-j")),
+        (COHERE, {}),
         *(("gpt-tiny, nemotron", {}), (LATENT, {"num_query_groups": None, "kv_channels": None})),
         (GEMMA4, {"num_query_groups": 3}),
         (HYBRID, {"linear_num_key_heads": 3, "linear_num_value_heads": 6}),
@@ -185,6 +196,7 @@ WITH_DROPOUT = {
         WINDOWED,
         "gpt-tiny, neox",
         "gpt-tiny, nemotron",
+        COHERE,
         GPT_OSS,
         "gpt-tiny, sigmoid",
     ),

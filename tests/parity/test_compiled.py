@@ -12,6 +12,7 @@ from megalite.observe.verify.layouts import Layout
 from megalite.observe.verify.record_run import record_run
 from tests.parity.models import (
     BESIDE,
+    COHERE,
     GLOBAL_BATCH_SIZE,
     LATENT,
     MIXTRAL,
@@ -51,8 +52,7 @@ NOTHING = RecomputeConfig()
         (MIXTRAL, "fp64", "dp2ep2+allgather", NOTHING),
         (MIXTRAL, "fp64", "pp2dpvdp2ep2", NOTHING),
         (BESIDE, "fp64", "pp2", RECOMPUTE["mlp"]),
-        ("gpt-tiny, neox", "fp64", "tp2", NOTHING),
-        ("gpt-tiny, gpt-j", "fp64", "tp2+sp", RECOMPUTE["core"]),
+        (COHERE, "fp64", "tp2+sp", RECOMPUTE["parts"]),
     ],
 )
 def test_same_run(model: str, dtype: str, name: str, recompute: RecomputeConfig, corpus: str) -> None:
