@@ -105,7 +105,7 @@ class Embedding(nn.Module):
         self.position = PositionTable(config, context) if learned else None
         self.token_type = TokenTypeTable(config, context) if config.num_token_types > 0 else None
         self.norm = build_norm(config, context) if config.embed_layernorm else nn.Identity()
-        self.dropout = Dropout(config.hidden_dropout, context, "embedding.output")
+        self.dropout = Dropout(config.embedding_drop, context, "embedding.output")
 
     def forward(self, microbatch: Microbatch) -> Tensor:
         """Map the tokens ``[b, s]`` to ``[s, b, h]``, or ``[s/tp, b, h]`` if sequence parallel."""

@@ -93,7 +93,7 @@ class MultiTokenModule(nn.Module):
     def __init__(self, config: ModelConfig, context: LayerContext, core: StageCore, number: int) -> None:
         super().__init__()
         self.multiply = multiplier(config.embedding_multiplier)
-        self.embedding_dropout = Dropout(config.hidden_dropout, context, f"mtp.{number}.embedding")
+        self.embedding_dropout = Dropout(config.embedding_drop, context, f"mtp.{number}.embedding")
         self.embedding_norm = build_norm(config, context)
         self.hidden_norm = build_norm(config, context)
         self.projection = JoiningLinear(config, context)

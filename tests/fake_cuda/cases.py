@@ -116,7 +116,11 @@ CASES = {
         add_norm_bias=False, residual_multiplier=0.5, parallel_residual=True, parallel_shared_norm=True
     ),
     "xielu": case(
-        activation="xielu", position_embedding_type="rope", qk_layernorm=True, qk_layernorm_after_rope=True
+        activation="xielu",
+        position_embedding_type="rope",
+        qk_layernorm=True,
+        qk_layernorm_after_rope=True,
+        embedding_dropout=0.2,
     ),
     "bloom": case(preset="bloom-tiny", attention_dropout=0.1),
     "llama": case(preset="llama-tiny"),

@@ -63,6 +63,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
         **{"position_embedding_type": "rope", "rotary_percent": 0.5, "rotary_interleaved": True},
         **{"qk_layernorm": True, "qk_layernorm_after_rope": True, "add_norm_bias": False},
         **{"parallel_residual": True, "residual_multiplier": 0.5, "activation": "xielu"},
+        "embedding_dropout": 0.2,
     },
     "llama-tiny, ernie": {
         **{"num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 12, "moe_layer_freq": (0, 1, 1, 1)},

@@ -95,6 +95,11 @@ class ModelConfig(
         return self.norm_epsilon if self.latent_norm_epsilon is None else self.latent_norm_epsilon
 
     @property
+    def embedding_drop(self) -> float:
+        """Return the dropout probability of the embeddings, resolved."""
+        return self.hidden_dropout if self.embedding_dropout is None else self.embedding_dropout
+
+    @property
     def num_blocks(self) -> int:
         """Return the number of blocks that add to the hidden states: one or two for each layer."""
         return self.num_layers if self.hybrid_override_pattern is not None else 2 * self.num_layers

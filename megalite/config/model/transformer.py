@@ -133,6 +133,10 @@ class TransformerOptions:
     """Give the output layer its own weight instead of the token embedding's."""
     hidden_dropout: float = option(0.1, allowed=FRACTION, on_resume=OnResume.SETTING)
     """Dropout probability of the embeddings and of each block's output."""
+    embedding_dropout: float | None = option(
+        None, allowed=FRACTION, on_resume=OnResume.SETTING, in_megatron=False
+    )
+    """Dropout probability of the embeddings. By default --hidden-dropout."""
     mtp_num_layers: int = option(0, allowed=NOT_NEGATIVE, in_megatron=False)
     """Modules of multi-token prediction after the last layer: each is a layer that also predicts one token
     further ahead (DeepSeek-V3)."""

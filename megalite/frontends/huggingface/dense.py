@@ -33,7 +33,6 @@ from megalite.frontends.huggingface.settings import (
     setting,
     switch,
 )
-from megalite.utils.errors import UserError
 
 QKV_BIAS = ("attention_bias", "add_qkv_bias")
 """Their switch of biases of queries, keys and values alone, and ours."""
@@ -56,15 +55,6 @@ ARCEE = replace(
 )
 
 
-def _read_no_dropout(hf: HFSettings, _: Fields) -> Fields:
-    if dropout := hf.get("residual_dropout", 0.1):
-        raise UserError(
-            f"{hf.kind} with residual_dropout {dropout} cannot be converted: only 0 can, because "
-            "--hidden-dropout also drops embeddings"
-        )
-    return {}
-
-
 SEED_OSS = replace(
     LLAMA,
     model_type="seed_oss",
@@ -72,7 +62,7 @@ SEED_OSS = replace(
     rules=(
         *llama_like(524288, head_dim=128),
         setting("attention_dropout", "attention_dropout", 0.1),
-        Rule(_read_no_dropout, lambda _: {"residual_dropout": 0.0}),
+        hidden_dropout(None, "residual_dropout", 0.1),
         switch(*QKV_BIAS, True, "has_qkv_bias"),
         switch("attention_out_bias", "add_attention_output_bias", False, "has_attention_output_bias"),
         _MLP_BIAS,

@@ -224,14 +224,19 @@ def activation(theirs: str, default: str, known: dict[str, str] = HF_ACTIVATIONS
     return Rule(read, lambda config: {theirs: names.get(config.activation, default)})
 
 
-def hidden_dropout(of_embedding: str, of_blocks: str, default: float = 0.0) -> Rule:
-    """Return the rule of two dropouts that are one here: of the embeddings and of each block's output."""
+def hidden_dropout(of_embedding: str | None, of_blocks: str, default: float = 0.0) -> Rule:
+    """Return the rule of the dropouts of the embeddings and of each block's output; None for no dropout."""
 
     def read(hf: HFSettings, fields: Fields) -> Fields:
-        hf.require_equal(of_embedding, of_blocks, default)
-        return {"hidden_dropout": hf.get(of_blocks, default)}
+        first = hf.get(of_embedding, default) if of_embedding else 0.0
+        others = hf.get(of_blocks, default)
+        return {"hidden_dropout": others, "embedding_dropout": None if first == others else first}
 
-    return Rule(read, lambda config: dict.fromkeys((of_embedding, of_blocks), config.hidden_dropout))
+    def write(config: ModelConfig) -> Fields:
+        first = {of_embedding: config.embedding_drop} if of_embedding else {}
+        return {**first, of_blocks: config.hidden_dropout}
+
+    return Rule(read, write)
 
 
 def biases(default: bool = False, mlp: bool | None = False) -> Rule:

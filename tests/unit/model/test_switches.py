@@ -123,6 +123,13 @@ def test_order_counts_where_positions_do(position, one_rank):
     assert same == (position == "none")
 
 
+def test_embeddings_may_have_another_dropout(one_rank):
+    usual, own = (build(one_rank, hidden_dropout=0.25, embedding_dropout=p) for p in (None, 0.5))
+    assert usual.embedding.dropout.p == 0.25 and own.embedding.dropout.p == 0.5
+    of_blocks = [each.p for name, each in own.named_modules() if name.endswith("_output_dropout")]
+    assert of_blocks == [0.25, 0.25]
+
+
 def test_every_dropout_draws_numbers_of_its_own(one_rank):
     config = ModelConfig(num_layers=3, hidden_size=8, num_attention_heads=2, vocab_size=30)
     keys = [

@@ -414,7 +414,6 @@ def test_a_converted_config_is_of_its_family(config):
         ),
         ({**HUB["gpt-oss-20b"], "swiglu_alpha": 1.0}, "gpt_oss with swiglu_alpha 1.0 cannot be converted"),
         (GPTJConfig(rotary_dim=512).to_dict(), "gptj with rotary_dim 512"),
-        (GPTJConfig(embd_pdrop=0.1).to_dict(), "embd_pdrop 0.1 and resid_pdrop 0.0"),
         ({"model_type": "opt"}, "'opt' cannot be converted: gpt2, bloom, llama, mistral, "),
         ({**LLAMA, "rope_parameters": {"rope_type": "llama3"}}, "rope_type 'llama3' without factor"),
         ({**LLAMA, "rope_scaling": {"type": "linear"}, "rope_parameters": None}, "'linear' without factor"),
@@ -442,7 +441,6 @@ def test_a_converted_config_is_of_its_family(config):
         ({**GEMMA3, "rope_parameters": {"rope_theta": 5.0}}, "by kind of layer with rope_theta 5.0"),
         ({**LLAMA, "attention_bias": 1}, "has attention_bias 1, which is not true or false"),
         (GPT2Config(activation_function="silu").to_dict(), "activation_function 'silu'"),
-        (GPT2Config(embd_pdrop=0.0).to_dict(), "embd_pdrop 0.0 and resid_pdrop 0.1"),
         (GPT2Config(scale_attn_by_inverse_layer_idx=True).to_dict(), "scale_attn_by_inverse_layer_idx True"),
         (BloomConfig(apply_residual_connection_post_layernorm=True).to_dict(), "post_layernorm True"),
         ({"model_type": "deepseek_v32"}, "'deepseek_v32' cannot be converted: "),
@@ -466,9 +464,6 @@ def test_a_converted_config_is_of_its_family(config):
             DeepseekV2Config(topk_method="noaux_tc", num_experts_per_tok=6).to_dict(),
             "deepseek_v2 with topk_method noaux_tc cannot be converted: only group_limited_greedy can",
         ),
-        (SeedOssConfig().to_dict(), "seed_oss with residual_dropout 0.1 cannot be converted: only 0 can"),
-        (Phi3Config(embd_pdrop=0.1).to_dict(), "embd_pdrop 0.1 and resid_pdrop 0.0 must be equal"),
-        (Starcoder2Config(residual_dropout=0.1).to_dict(), "embedding_dropout 0.0 and residual_dropout 0.1"),
         (StableLmConfig(qk_layernorm=True).to_dict(), "stablelm with qk_layernorm True cannot be converted"),
         (StableLmConfig(hidden_dropout=0.1).to_dict(), "stablelm with hidden_dropout 0.1 cannot be"),
         (GemmaConfig(use_bidirectional_attention=True).to_dict(), "gemma with use_bidirectional_attention"),
@@ -512,6 +507,24 @@ def test_a_converted_config_is_of_its_family(config):
 def test_what_the_model_has_not_is_refused(hf_config, cause):
     with pytest.raises(UserError, match=cause):
         config_of(hf_config)
+
+
+@pytest.mark.parametrize(
+    ("hf_config", "of_embedding", "of_blocks"),
+    [
+        (SeedOssConfig(), 0.0, 0.1),
+        (GPT2Config(embd_pdrop=0.0), 0.0, 0.1),
+        (GPTJConfig(embd_pdrop=0.1), 0.1, 0.0),
+        (Phi3Config(embd_pdrop=0.3, resid_pdrop=0.3), 0.3, 0.3),
+        (Starcoder2Config(residual_dropout=0.2), 0.0, 0.2),
+    ],
+)
+def test_dropouts_are_theirs(hf_config, of_embedding, of_blocks):
+    config = config_of(hf_config.to_dict())
+    assert (config.embedding_drop, config.hidden_dropout) == (of_embedding, of_blocks)
+    assert (config.embedding_dropout is None) == (of_embedding == of_blocks)
+    written = hf_config_of(config, recorded={"model_type": hf_config.model_type})
+    assert config_of(written) == config
 
 
 @pytest.mark.parametrize(
