@@ -177,9 +177,8 @@ def _text(spec: LayerSpec, model: Any) -> str:
 
 def windows_differ(model: Any) -> bool:
     """Return whether layers with a window differ from the others in more than what a query sees."""
-    two = replace(
-        model, num_layers=2, window_attn_skip_freq=(1, 0), no_rope_freq=None, num_kv_shared_layers=0
-    )
+    one_each: dict[str, Any] = {"num_layers": 2, "window_size": (1, 0), "window_attn_skip_freq": (1, 0)}
+    two = replace(model, **one_each, no_rope_freq=None, num_kv_shared_layers=0)
     window, full = (replace(attention_spec(two, number), window=None) for number in range(2))
     return window != full
 

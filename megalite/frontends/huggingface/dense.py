@@ -13,6 +13,7 @@ from megalite.config import ModelConfig
 from megalite.frontends.huggingface.family import Module, Transform, by_kind, modules, qkv_groups
 from megalite.frontends.huggingface.llama import LLAMA, OLMO2, QK_NORMS, llama_like
 from megalite.frontends.huggingface.positions import (
+    WINDOWS_AND_BASES,
     layer_types,
     one_window,
     rotary,
@@ -141,6 +142,23 @@ GRANITE = replace(
     architecture="GraniteForCausalLM",
     rules=(*LLAMA.rules, *MULTIPLIERS),
     mtp=(),
+)
+GRANITE_SWA = replace(
+    GRANITE,
+    model_type="granite_swa",
+    architecture="GraniteSWAForCausalLM",
+    rules=(
+        *llama_like(8192, 1e-5),
+        biases(mlp=None),
+        *MULTIPLIERS,
+        fixed(softmax_type="learnable"),
+        WINDOWS_AND_BASES,
+    ),
+    layer=(
+        *LLAMA.layer,
+        *modules("layers.{}.", "model.layers.{}.", ("vector", "attention.sinks", "self_attn.sinks")),
+    ),
+    tied=True,
 )
 
 

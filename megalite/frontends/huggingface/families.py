@@ -24,6 +24,7 @@ from megalite.frontends.huggingface.dense import (
     GLM,
     GLM4,
     GRANITE,
+    GRANITE_SWA,
     HELIUM,
     HUNYUAN_V1_DENSE,
     MINISTRAL,
@@ -72,7 +73,8 @@ FAMILIES: Mapping[str, Family] = {
         *(QWEN3_NEXT, QWEN3_5, NEMOTRON_H, QWEN2_MOE, QWEN3_5_MOE, GLM4_MOE, MINIMAX_M2, GPT_OSS),
         *(ARCEE, SEED_OSS, PHI3, GLM, GLM4, ERNIE4_5, HELIUM, MINISTRAL, EXAONE4, GEMMA),
         *(STARCODER2, STABLELM, PHI, NEMOTRON, FLEX_OLMO, DOTS1, SOLAR_OPEN, EXAONE_MOE, HY_V3, AFMOE),
-        *(GRANITE, GRANITEMOE, COHERE, COHERE2, HUNYUAN_V1_DENSE, HUNYUAN_V1_MOE, ERNIE4_5_MOE, APERTUS),
+        *(GRANITE, GRANITE_SWA, GRANITEMOE, COHERE, COHERE2, HUNYUAN_V1_DENSE, HUNYUAN_V1_MOE),
+        *(ERNIE4_5_MOE, APERTUS),
     )
 } | {"kimi_k2": DEEPSEEK_V3}
 """All architectures by `model_type`; Kimi K2 is DeepSeek-V3 with other sizes, and is written as such."""

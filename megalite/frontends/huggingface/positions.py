@@ -288,6 +288,39 @@ def windows_with_rotation(
     return Rule(read, write)
 
 
+def _read_bases(hf: HFSettings, fields: Fields) -> Fields:
+    num_layers, size = fields["num_layers"], hf.get("sliding_window", 128)
+    marks = _marks_of(hf, [number % 4 != 0 for number in range(num_layers)])
+    bases = hf.get("layer_rope_theta") or [fields["rotary_base"]] * num_layers
+    pairs = [*zip(marks, bases, strict=False)]
+    with_window, others = ({base for mark, base in pairs if mark == kind and base} for kind in (True, False))
+    if len(bases) != num_layers or max(len(with_window), len(others)) > 1:
+        raise UserError(
+            f"layer_rope_theta {bases} cannot be converted: one number for layers with a window, one for "
+            "other layers, and 0 for layers without rotation can"
+        )
+    usual = float(next(iter(others or with_window), fields["rotary_base"]))
+    own = float(next(iter(with_window), usual))
+    found = {
+        "rotary_base": usual,
+        "window_rotary_base": None if own == usual else own,
+        "no_rope_freq": None if all(bases) else tuple(int(not base) for base in bases),
+    }
+    if size is None or (size >= fields["seq_length"] and not windows_differ(ModelConfig(**fields | found))):
+        return found
+    return found | _window_fields(size, marks)
+
+
+def _write_bases(config: ModelConfig) -> Fields:
+    rotary = [spec.attention.rotary if spec.attention else None for spec in config.layer_specs]
+    bases = [0 if each is None else each.base for each in rotary]
+    return {**_written_types(config), "layer_rope_theta": bases}
+
+
+WINDOWS_AND_BASES = Rule(_read_bases, _write_bases)
+"""Windows, and the base of rotary positions of each layer, as GraniteSWA describes them."""
+
+
 def _marks_of(hf: HFSettings, usual: list[bool]) -> list[bool]:
     """Return whether each layer has a window, by default as usual in the family."""
     types = hf.get("layer_types")

@@ -61,6 +61,8 @@ from transformers import (
     GraniteForCausalLM,
     GraniteMoeConfig,
     GraniteMoeForCausalLM,
+    GraniteSWAConfig,
+    GraniteSWAForCausalLM,
     HeliumConfig,
     HeliumForCausalLM,
     HunYuanDenseV1Config,
@@ -373,6 +375,7 @@ THEIRS |= {
         Ernie4_5_MoeConfig(**SIZES, **COMMON, **ERNIE),
     ),
     "apertus": (ApertusForCausalLM, ApertusConfig(**SIZES, **COMMON)),
+    "granite_swa": (GraniteSWAForCausalLM, GraniteSWAConfig(**SIZES, **COMMON, **FACTORS, sliding_window=6)),
 }
 
 

@@ -73,6 +73,8 @@ from transformers import (
     GraniteForCausalLM,
     GraniteMoeConfig,
     GraniteMoeForCausalLM,
+    GraniteSWAConfig,
+    GraniteSWAForCausalLM,
     HeliumConfig,
     HeliumForCausalLM,
     HunYuanDenseV1Config,
@@ -212,6 +214,7 @@ MODELS = {
     "hunyuan_v1_moe": HunYuanMoEV1ForCausalLM,
     "ernie4_5_moe": Ernie4_5_MoeForCausalLM,
     "apertus": ApertusForCausalLM,
+    "granite_swa": GraniteSWAForCausalLM,
 }
 
 
@@ -925,6 +928,18 @@ def apertus_config(choose):
     return like_llama(ApertusConfig, choose, "head_dim", **fields)
 
 
+def granite_swa_config(choose):
+    windows, full = "sliding_attention", "full_attention"
+    fields = {**whole_heads(choose), **choose(BIASES), **multipliers(choose), "num_hidden_layers": 3}
+    fields |= {"layer_types": choose((None, [windows, full, windows], [windows] * 3))}
+    if fields["layer_types"] == [windows, full, windows]:
+        fields["layer_rope_theta"] = [70.0, choose((0, 500.0)), 0]
+    elif choose((True, False)):
+        fields["layer_rope_theta"] = [0, 70.0, 70.0]
+    fields["sliding_window"] = choose((2, 9, 60))
+    return like_llama(GraniteSWAConfig, choose, "head_dim", **fields)
+
+
 CONFIGS = {
     "mistral": mistral_config,
     "gpt2": gpt2_config,
@@ -983,6 +998,7 @@ CONFIGS = {
     "hunyuan_v1_moe": hunyuan_v1_moe_config,
     "ernie4_5_moe": ernie4_5_moe_config,
     "apertus": apertus_config,
+    "granite_swa": granite_swa_config,
 }
 
 

@@ -121,6 +121,7 @@ def test_there_and_back_is_byte_equal(kind, form, shards, tmp_path):
             "ernie4_5_moe",
             "apertus",
         ),
+        *("granite_swa",),
     ],
 )
 def test_a_family_comes_back(kind, tmp_path):

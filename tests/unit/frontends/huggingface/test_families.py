@@ -21,11 +21,13 @@ from transformers import (
     GemmaConfig,
     GPT2Config,
     GPTJConfig,
+    GraniteSWAConfig,
     HunYuanMoEV1Config,
     HYV3Config,
     LlamaConfig,
     MistralConfig,
     NemotronConfig,
+    Olmo3Config,
     Phi3Config,
     Qwen3_5MoeTextConfig,
     SeedOssConfig,
@@ -159,6 +161,15 @@ def test_published_configs_are_the_presets():
     }
     unpadded = dataclasses.replace(PRESETS["bloom-560m"], vocab_size=250880, pad_vocab_size_to=None)
     assert config_of(bloom) == unpadded
+
+
+def test_long_windows_keep_their_rotary_positions():
+    """A window that hides nothing is dropped only from layers that are like the others without it."""
+    longer = Gemma3TextConfig(num_hidden_layers=6, max_position_embeddings=64, sliding_window=512)
+    model = config_of(longer.to_dict())
+    assert [spec.attention.rotary.base for spec in model.layer_specs] == [*[1e4] * 5, 1e6]
+    same = Olmo3Config(num_hidden_layers=6, max_position_embeddings=64, sliding_window=512)
+    assert config_of(same.to_dict()).window_size is None
 
 
 SHARED = {
@@ -494,6 +505,11 @@ def test_a_converted_config_is_of_its_family(config):
         (Ernie4_5_MoeConfig(use_bias=True).to_dict(), "ernie4_5_moe with use_bias True cannot be converted"),
         (Ernie4_5_MoeConfig(moe_norm_min=0.1).to_dict(), "ernie4_5_moe with moe_norm_min 0.1 cannot"),
         (ApertusConfig(hidden_act="silu").to_dict(), "hidden_act 'silu' cannot be converted"),
+        (
+            GraniteSWAConfig(num_hidden_layers=2, layer_types=["full_attention"] * 2).to_dict()
+            | {"layer_rope_theta": [7.0, 8.0]},
+            r"layer_rope_theta \[7.0, 8.0\] cannot be converted",
+        ),
         (CohereConfig(use_qk_norm=True).to_dict(), "cohere with use_qk_norm True cannot be converted"),
         (
             {**Cohere2Config().to_dict(), "sliding_window": None},

@@ -29,6 +29,7 @@ WITH_LAYER_TYPES = (
     "exaone4",
     "dots1",
     "cohere2",
+    "granite_swa",
 )
 
 
@@ -65,7 +66,7 @@ DENSE = (
     *("llama", "mistral", "qwen2", "qwen3", "olmo2", "olmo3", "smollm3", "gemma", "gemma2", "gemma3_text"),
     *("qwen3_5_text", "arcee", "phi3", "glm", "glm4", "ernie4_5", "helium", "ministral", "exaone4"),
     *("starcoder2", "stablelm", "phi", "nemotron", "granite", "cohere", "cohere2"),
-    *("hunyuan_v1_dense", "apertus"),
+    *("hunyuan_v1_dense", "apertus", "granite_swa"),
 )
 """Families whose model is determined by its sizes."""
 
