@@ -176,8 +176,9 @@ def test_numbers_too_large_for_the_precision(gpt2, tmp_path):
 def test_a_model_that_transformers_does_not_have(tmp_path):
     save(build("llama"), tmp_path / "hf")
     Conversion(tmp_path / "hf", tmp_path / "ours").run()
-    with pytest.raises(UserError, match="llama cannot be this model: activation gelu"):
-        Conversion(tmp_path / "ours", tmp_path / "back", settings=Settings(("--activation", "gelu"))).run()
+    flags = ("--activation", "quick_geglu")
+    with pytest.raises(UserError, match="cannot be this model: activation quick_geglu"):
+        Conversion(tmp_path / "ours", tmp_path / "back", settings=Settings(flags)).run()
 
 
 def test_a_missing_tokenizer_is_reported_and_skipped(tmp_path, caplog):

@@ -1,12 +1,12 @@
 """A model of muP is exported as a model without muP that computes the same."""
 
 import dataclasses
+import json
 
 import pytest
 import torch
 
 from megalite.config.presets import PRESETS
-from megalite.utils.errors import UserError
 from tests.stages import build_stage
 from tests.unit.checkpoint.convert.foreign_models import VOCABULARY, tensors_of
 from tests.unit.checkpoint.convert.test_convert import convert, save_stage
@@ -33,8 +33,10 @@ def test_transformers_computes_the_same(preset, tmp_path, one_rank):
     assert torch.equal(tensors[f"{word}.weight"], same)
 
 
-def test_other_scores_are_refused_by_name(tmp_path, one_rank):
+def test_other_scores_are_granites(tmp_path, one_rank):
     stage = stage_of("llama-tiny", one_rank, mup_base_width=24, mup_base_head_dim=4)
     divisor = stage.config.head_dim**2 / 4
-    with pytest.raises(UserError, match=f"cannot be this model: query_pre_attn_scalar {divisor}"):
-        convert(save_stage(stage, tmp_path / "ours"), tmp_path / "hf")
+    folder = convert(save_stage(stage, tmp_path / "ours"), tmp_path / "hf")  # compares both models
+    written = json.loads((folder / "config.json").read_text())
+    assert written["model_type"] == "granite"
+    assert written["attention_multiplier"] == pytest.approx(divisor**-0.5)
