@@ -34,6 +34,7 @@ from megalite.frontends.huggingface.settings import (
     setting,
     switch,
 )
+from megalite.utils.errors import UserError
 
 QKV_BIAS = ("attention_bias", "add_qkv_bias")
 """Their switch of biases of queries, keys and values alone, and ours."""
@@ -76,12 +77,23 @@ _JOINED_ROWS = Transform(  # [2, ffn, h] to [2 ffn, h]
     lambda full, _: [full.flatten(0, 1)], lambda parts, _: parts[0].unflatten(0, (2, -1))
 )
 _JOINED_UP = ("mlp", "mlp.up", "mlp.gate_up_proj", _JOINED_ROWS)
+
+
+def _check_unscaled(hf: HFSettings, fields: Fields) -> Fields:
+    if fields["rope_scaling"] != "none":  # transformers reads yarn as longrope, and refuses others
+        raise UserError(
+            f"{hf.kind} with rope_type {fields['rope_scaling']!r} cannot be converted: only default"
+        )
+    return {}
+
+
 PHI3 = replace(
     LLAMA,
     model_type="phi3",
     architecture="Phi3ForCausalLM",
     rules=(
         *llama_like(4096, 1e-5, rotary=rotary(share=("partial_rotary_factor", 1.0)), writes_head_dim=False),
+        Rule(_check_unscaled),
         hidden_dropout("embd_pdrop", "resid_pdrop"),
         one_window(),
     ),

@@ -510,6 +510,11 @@ def test_a_converted_config_is_of_its_family(config):
             | {"layer_rope_theta": [7.0, 8.0]},
             r"layer_rope_theta \[7.0, 8.0\] cannot be converted",
         ),
+        (
+            {**Phi3Config().to_dict(), "rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+            "phi3 with rope_type 'linear' cannot be converted: only default",
+        ),
+        ({**Phi3Config().to_dict(), "rope_parameters": {"rope_type": "longrope"}}, "rope_type 'longrope'"),
         (CohereConfig(use_qk_norm=True).to_dict(), "cohere with use_qk_norm True cannot be converted"),
         (
             {**Cohere2Config().to_dict(), "sliding_window": None},
