@@ -73,10 +73,10 @@ SEED_OSS = replace(
 )
 
 _JOINED_QKV = by_kind(qkv_groups)
-_JOINED_ROWS = Transform(  # [2, ffn, h] to [2 ffn, h]
+JOINED_ROWS = Transform(  # [2, ffn, h] to [2 ffn, h]
     lambda full, _: [full.flatten(0, 1)], lambda parts, _: parts[0].unflatten(0, (2, -1))
 )
-_JOINED_UP = ("mlp", "mlp.up", "mlp.gate_up_proj", _JOINED_ROWS)
+_JOINED_UP = ("mlp", "mlp.up", "mlp.gate_up_proj", JOINED_ROWS)
 
 
 def _check_unscaled(hf: HFSettings, fields: Fields) -> Fields:

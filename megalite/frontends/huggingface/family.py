@@ -113,6 +113,7 @@ class Module:
             no suffix.
         only_if: returns whether the model has the module; by default it has.
         only_in: returns whether a layer has the module; by default all have it.
+        per_layer: number of our layers that are one of theirs: two if ours have one block each.
     """
 
     kind: Literal["table", "norm", "linear", "qkv", "attention_output", "mlp", "mamba", "vector"]
@@ -121,14 +122,16 @@ class Module:
     transform: Transform = SAME
     only_if: Callable[[ModelConfig], bool] = lambda config: True
     only_in: Callable[[LayerSpec], bool] = lambda spec: True
+    per_layer: int = 1
 
     def entries(self, config: ModelConfig, layer: int | None = None) -> Iterator[Entry]:
         """Yield its weight and, if it has one, its bias."""
         spec = None if layer is None else config.layer_spec(layer)
         if not self.only_if(config) or not (spec is None or self.only_in(spec)):
             return
+        number = None if layer is None else layer // self.per_layer
         if self.kind == "vector":
-            names = tuple(name.format(layer) for name in self.theirs)
+            names = tuple(name.format(number) for name in self.theirs)
             yield Entry(self.ours.format(layer), names, self.transform, spec)
             return
         has_bias = {
@@ -143,7 +146,7 @@ class Module:
         for suffix in (".weight", ".bias")[: 1 + has_bias[self.kind]]:
             experts = range(config.num_experts or 0 if "{expert}" in self.theirs[0] else 1)
             theirs = tuple(
-                name.format(layer, expert=expert) + suffix for expert in experts for name in self.theirs
+                name.format(number, expert=expert) + suffix for expert in experts for name in self.theirs
             )
             yield Entry(self.ours.format(layer) + suffix, theirs, self.transform, spec)
 

@@ -40,7 +40,7 @@ from megalite.frontends.huggingface.experts import (
     modules_with_some_experts,
     shared_expert_modules,
 )
-from megalite.frontends.huggingface.family import Place, Transform, by_kind, modules, qkv_groups
+from megalite.frontends.huggingface.family import Module, Place, Transform, by_kind, modules, qkv_groups
 from megalite.frontends.huggingface.gemma import ROOT_OF_WIDTH
 from megalite.frontends.huggingface.llama import LLAMA, OLMO2, OLMO_RULES, QK_NORMS, llama_like
 from megalite.frontends.huggingface.positions import last_windows, rotary, windows_with_rotation
@@ -274,6 +274,19 @@ AFMOE = replace(
     mtp=(),
 )
 _BLOCK = "block_sparse_moe."
+
+
+def granite_experts(layer: str) -> tuple[Module, ...]:
+    """Return the modules of Granite's routed experts; `layer` is their name of a layer."""
+    return modules(
+        "layers.{}.mlp.",
+        f"{layer}.{_BLOCK}",
+        ("table", "router", "router.layer"),
+        ("table", "up", "input_linear", JOINED_HALVES),
+        ("table", "down", "output_linear"),
+    )
+
+
 GRANITEMOE = replace(
     LLAMA,
     model_type="granitemoe",
@@ -287,13 +300,7 @@ GRANITEMOE = replace(
     ),
     layer=(
         *_ATTENTION,
-        *modules(
-            "layers.{}.mlp.",
-            f"model.layers.{{}}.{_BLOCK}",
-            ("table", "router", "router.layer"),
-            ("table", "up", "input_linear", JOINED_HALVES),
-            ("table", "down", "output_linear"),
-        ),
+        *granite_experts("model.layers.{}"),
     ),
     other_names={
         f"{_BLOCK}experts.gate_up_proj": f"{_BLOCK}input_linear.weight",

@@ -61,6 +61,8 @@ from transformers import (
     GraniteForCausalLM,
     GraniteMoeConfig,
     GraniteMoeForCausalLM,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
     GraniteSWAConfig,
     GraniteSWAForCausalLM,
     HeliumConfig,
@@ -360,6 +362,15 @@ THEIRS |= {
     ),
     "granite": (GraniteForCausalLM, GraniteConfig(**SIZES, **COMMON, **FACTORS)),
     "granitemoe": (GraniteMoeForCausalLM, GraniteMoeConfig(**SIZES, **COMMON, **FACTORS)),
+    "granitemoehybrid": (
+        GraniteMoeHybridForCausalLM,
+        GraniteMoeHybridConfig(
+            **{**SIZES, **COMMON, **FACTORS, "num_hidden_layers": 3},
+            layer_types=["linear_attention", "full_attention", "linear_attention"],
+            **{"num_local_experts": 4, "shared_intermediate_size": 12, "mamba_n_heads": 8},
+            **{"mamba_d_state": 7, "mamba_d_conv": 3, "mamba_chunk_size": 4},
+        ),
+    ),
     "cohere": (CohereForCausalLM, CohereConfig(**SIZES, **COMMON)),
     "cohere2": (Cohere2ForCausalLM, Cohere2Config(**SIZES, **COMMON, sliding_window=6)),
     "hunyuan_v1_dense": (

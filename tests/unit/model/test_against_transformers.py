@@ -73,6 +73,8 @@ from transformers import (
     GraniteForCausalLM,
     GraniteMoeConfig,
     GraniteMoeForCausalLM,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
     GraniteSWAConfig,
     GraniteSWAForCausalLM,
     HeliumConfig,
@@ -208,6 +210,7 @@ MODELS = {
     "afmoe": AfmoeForCausalLM,
     "granite": GraniteForCausalLM,
     "granitemoe": GraniteMoeForCausalLM,
+    "granitemoehybrid": GraniteMoeHybridForCausalLM,
     "cohere": CohereForCausalLM,
     "cohere2": Cohere2ForCausalLM,
     "hunyuan_v1_dense": HunYuanDenseV1ForCausalLM,
@@ -884,6 +887,40 @@ def granitemoe_config(choose):
     return like_llama(GraniteMoeConfig, choose, "head_dim", **fields)
 
 
+def granitemoehybrid_config(choose):
+    kv_heads, head_dim, groups = choose((1, 2)), choose((4, 6)), choose((1, 1, 2))
+    width = 2 * kv_heads * head_dim
+    mamba, attention = "linear_attention", "full_attention"
+    layers = choose(([mamba, attention], [attention, mamba, mamba], [mamba], [attention, attention]))
+    return GraniteMoeHybridConfig(
+        num_hidden_layers=len(layers),
+        **{**attention_bias(choose), **multipliers(choose), "rms_norm_eps": choose((1e-6, 1e-3))},
+        **{"hidden_size": width, "num_attention_heads": 2 * kv_heads, "num_key_value_heads": kv_heads},
+        layer_types=layers,
+        num_local_experts=choose((0, 4, 6)),
+        num_experts_per_tok=2,
+        intermediate_size=choose((5, 18)),
+        router_aux_loss_coef=0.0,
+        shared_intermediate_size=choose((7, 10)),
+        position_embedding_type=choose((None, "rope", "nope")),
+        rope_parameters={"rope_type": "default", "rope_theta": choose((500.0, 10000.0))},
+        mamba_n_heads=2 * groups,
+        mamba_n_groups=groups,
+        mamba_d_state=choose((3, 8)),
+        mamba_d_head=2 * width // (2 * groups) if width % groups == 0 else "auto",
+        mamba_d_conv=choose((4, 3)),
+        mamba_chunk_size=choose((4, 128)),
+        mamba_proj_bias=choose((False, True)),
+        time_step_limit=choose(((0.0, float("inf")), (0.7, float("inf")))),
+        vocab_size=choose((97, 301)),
+        max_position_embeddings=NUM_POSITIONS,
+        tie_word_embeddings=choose((True, False)),
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=None,
+    )
+
+
 def cohere_config(choose):
     fields = {**attention_bias(choose), "logit_scale": choose((0.0625, 0.7)), "pad_token_id": None}
     return with_layer_norm(CohereConfig, choose, "layer_norm_eps", **fields)
@@ -992,6 +1029,7 @@ CONFIGS = {
     "afmoe": afmoe_config,
     "granite": granite_config,
     "granitemoe": granitemoe_config,
+    "granitemoehybrid": granitemoehybrid_config,
     "cohere": cohere_config,
     "cohere2": cohere2_config,
     "hunyuan_v1_dense": hunyuan_v1_dense_config,

@@ -33,10 +33,15 @@ def test_transformers_computes_the_same(preset, tmp_path, one_rank):
     assert torch.equal(tensors[f"{word}.weight"], same)
 
 
-def test_other_scores_are_granites(tmp_path, one_rank):
+def test_other_scores_are_granites_or_refused_by_name(tmp_path, one_rank):
+    """Granite multiplies scores by any number; no model with norms of queries and keys does."""
     stage = stage_of("llama-tiny", one_rank, mup_base_width=24, mup_base_head_dim=4)
     divisor = stage.config.head_dim**2 / 4
-    folder = convert(save_stage(stage, tmp_path / "ours"), tmp_path / "hf")  # compares both models
-    written = json.loads((folder / "config.json").read_text())
+    written = json.loads(
+        (convert(save_stage(stage, tmp_path / "ours"), tmp_path / "hf") / "config.json").read_text()
+    )
     assert written["model_type"] == "granite"
     assert written["attention_multiplier"] == pytest.approx(divisor**-0.5)
+    normed = stage_of("llama-tiny", one_rank, mup_base_width=24, mup_base_head_dim=4, qk_layernorm=True)
+    with pytest.raises(UserError, match=f"cannot be this model: query_pre_attn_scalar {divisor}"):
+        convert(save_stage(normed, tmp_path / "normed"), tmp_path / "hf2")

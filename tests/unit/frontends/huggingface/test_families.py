@@ -52,6 +52,11 @@ from tests.stages import build_stage
 
 SMALL = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "seq_length": 8, "vocab_size": 50}
 FAMILIES = {"gpt2": "gpt2-124m", "bloom": "bloom-560m", "llama": "llama2-7b"}
+GRANITE_HYBRID = {
+    **{"model_type": "granitemoehybrid", "num_hidden_layers": 2, "hidden_size": 24, "vocab_size": 97},
+    **{"num_attention_heads": 2, "num_local_experts": 0, "mamba_n_heads": 8, "mamba_d_head": "auto"},
+    "layer_types": ["mamba", "attention"],
+}
 LLAMA = LlamaConfig().to_dict()
 GEMMA3 = Gemma3TextConfig().to_dict()
 GEMMA4 = Gemma4TextConfig(hidden_size_per_layer_input=0).to_dict()
@@ -442,6 +447,12 @@ def test_a_converted_config_is_of_its_family(config):
         ({**HUB["nemotron-h-8b"], "layers_block_type": ["mamba", "conv"]}, "with layers conv cannot be"),
         ({**HUB["nemotron-h-8b"], "use_conv_bias": False}, "nemotron_h with use_conv_bias False cannot"),
         ({**HUB["nemotron-h-8b"], "num_nextn_predict_layers": 1}, "with num_nextn_predict_layers 1 cannot"),
+        ({**GRANITE_HYBRID, "mamba_conv_bias": False}, "granitemoehybrid with mamba_conv_bias False cannot"),
+        ({**GRANITE_HYBRID, "layer_types": ["mamba", "conv"]}, "granitemoehybrid with layers conv cannot"),
+        ({**GRANITE_HYBRID, "layer_types": ["mamba"]}, "granitemoehybrid has 1 layer_types for 2 layers"),
+        ({**GRANITE_HYBRID, "time_step_limit": [0.0, 0.1]}, "with a time_step_limit of 0.1 cannot be"),
+        ({**GRANITE_HYBRID, "position_embedding_type": "alibi"}, "position_embedding_type alibi cannot be"),
+        ({**GRANITE_HYBRID, "mamba_d_head": 8}, "with 8 heads of 8 cannot be converted: mamba_expand needs"),
         ({**GEMMA3, "attn_logit_softcapping": 9.0}, "gemma3_text with attn_logit_softcapping 9.0"),
         ({**GEMMA3, "use_bidirectional_attention": True}, "with use_bidirectional_attention"),
         ({**GEMMA3, "layer_types": ["chunked_attention"] * 26}, r"layer_types \['chunked_attention'"),

@@ -1,0 +1,355 @@
+"""Models with Mamba-2: Nemotron-H, and Granite 4 with and without experts.
+
+A layer of Nemotron-H has one block, which is Mamba-2, attention, an MLP or experts. A layer of Granite has
+two, and is two layers here.
+
+Shapes: g groups, r heads of a group, p head size, d state size. The rows of Mamba-2's input projection are
+grouped here, ``[g, 2 r p + 2 d + r, ...]``; theirs are the gates of all groups, then x, B, C and time steps.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from megalite.config import ModelConfig
+from megalite.config.model.recurrence import MambaSpec
+from megalite.frontends.huggingface.dense import JOINED_ROWS, MULTIPLIERS
+from megalite.frontends.huggingface.experts import (
+    SEPARATE,
+    SHARED_WIDTH,
+    biased_scores,
+    experts,
+    has_experts,
+)
+from megalite.frontends.huggingface.family import (
+    OUTPUT,
+    QKV,
+    VOCABULARY,
+    Family,
+    Module,
+    Transform,
+    by_kind,
+    in_layers_that,
+    modules,
+    with_kernel_dim,
+)
+from megalite.frontends.huggingface.llama import LLAMA
+from megalite.frontends.huggingface.positions import read_rotary, rotary
+from megalite.frontends.huggingface.settings import (
+    HF_GATES,
+    Fields,
+    HFSettings,
+    Rule,
+    activation,
+    biases,
+    fixed,
+    only,
+    setting,
+    switch,
+    where,
+)
+from megalite.frontends.huggingface.sparse import GRANITEMOE, granite_experts
+from megalite.utils.errors import UserError
+
+_LETTERS = {
+    **{"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"},
+    **{"mamba": "M", "attention": "*"},
+}
+"""Our letter for each of their names of a layer's block; the last two are of older files."""
+_BLOCKS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+"""Their name for each of our letters that they have."""
+
+
+def _read_pattern(hf: HFSettings, _: Fields) -> Fields:
+    """Return our letters of the layers, which newer files have as a list of names."""
+    blocks = hf["layers_block_type layer_types hybrid_override_pattern"]
+    letters = [_LETTERS.get(block, str(block)) for block in blocks]  # of older files, a string of our letters
+    if unknown := sorted({*letters} - _BLOCKS.keys()):
+        raise UserError(f"nemotron_h with layers {', '.join(unknown)} cannot be converted: M, *, - and E can")
+    if "E" in letters and hf.get("mlp_bias", False):  # their routed experts would have no biases
+        bias = hf["mlp_bias"]
+        raise UserError(f"nemotron_h with experts with mlp_bias {bias} cannot be converted: only False can")
+    return {"num_layers": len(letters), "hybrid_override_pattern": "".join(letters)}
+
+
+def _write_pattern(config: ModelConfig) -> Fields:
+    """Return their settings for the letters of the layers; a model without letters has other layers."""
+    pattern = config.hybrid_override_pattern or "-" * config.num_layers
+    return {
+        "layers_block_type": [_BLOCKS.get(letter, "mlp") for letter in pattern],
+        "num_hidden_layers": len(pattern),
+    }
+
+
+def _by_kind(kinds: slice) -> Transform:
+    """Return the transform of rows of some kinds, of those of `MambaSpec.group_rows`."""
+    return by_kind(lambda place: (place.config.mamba.num_groups, place.config.mamba.group_rows[kinds]))
+
+
+_WITHOUT_EFFECT = (
+    *("chunk_size", "expand", "mamba_proj_bias", "mamba_ssm_cache_dtype", "num_hidden_layers", "norm_eps"),
+    *("num_logits_to_keep", "output_router_logits", "rescale_prenorm_residual", "residual_in_fp32"),
+    *("rms_norm_eps", "tie_word_embeddings", "time_step_floor", "time_step_limit", "time_step_max"),
+    *("time_step_rank", "use_mamba_kernels", "mtp_layers_block_type", "moe_shared_expert_overlap"),
+    *("partial_rotary_factor", "rope_theta"),  # attention is not rotated
+)
+_PROJECTED, _MIXED = _by_kind(slice(None)), _by_kind(slice(1, 4))
+_OURS, _LAYER = "layers.{}.", "backbone.layers.{}."
+_MIXER = _LAYER + "mixer."
+
+
+def _mamba_modules(theirs: str) -> tuple[Module, ...]:
+    return modules(
+        _OURS + "mamba.",
+        theirs,
+        ("mamba", "in_projection", "in_proj", _PROJECTED),
+        ("vector", "convolution.weight", "conv1d.weight", with_kernel_dim(_MIXED)),
+        ("vector", "convolution.bias", "conv1d.bias", _MIXED),
+        *(("vector", name, name) for name in ("A_log", "D", "dt_bias")),
+        ("vector", "norm", "norm.weight"),
+        ("mamba", "projection", "out_proj"),
+        only_in=lambda spec: isinstance(spec.mixer, MambaSpec),
+    )
+
+
+def _attention_modules(theirs: str) -> tuple[Module, ...]:
+    return modules(
+        _OURS + "attention.",
+        theirs,
+        ("qkv", "qkv", "q_proj k_proj v_proj", QKV),
+        ("attention_output", "projection", "o_proj"),
+        only_in=lambda spec: spec.attention is not None,
+    )
+
+
+NEMOTRON_H = Family(
+    "nemotron_h",
+    "NemotronHForCausalLM",
+    (
+        only(attention_bias=False, sliding_window=None, num_nextn_predict_layers=0),
+        Rule(_read_pattern, _write_pattern),
+        setting("hidden_size", "hidden_size"),
+        setting("intermediate_size", "ffn_hidden_size"),
+        setting("num_attention_heads", "num_attention_heads"),
+        setting("num_key_value_heads", "num_query_groups", None),
+        setting("head_dim", "kv_channels", 128),
+        only(use_conv_bias=True, mamba_hidden_act="silu"),
+        setting("mamba_num_heads", "mamba_num_heads", attribute="mamba.num_heads"),
+        setting("mamba_head_dim", "mamba_head_dim", attribute="mamba.head_dim"),
+        setting("n_groups", "mamba_num_groups", attribute="mamba.num_groups"),
+        setting("ssm_state_size", "mamba_state_dim", attribute="mamba.state_dim"),
+        setting("conv_kernel", "mamba_conv_kernel", 4, "mamba.kernel"),
+        setting("time_step_min", "mamba_min_time_step", 0.001, "mamba.min_time_step"),
+        switch("use_bias", "mamba_bias", False, "has_mamba_bias"),
+        where(
+            lambda hf, fields: "E" in fields["hybrid_override_pattern"],
+            lambda config: config.has_experts,
+            replace(
+                only(n_shared_experts=1, norm_topk_prob=True),
+                write=lambda config: {"n_shared_experts": 1, "norm_topk_prob": True},
+            ),
+            only(output_router_logits=False),
+            *experts("n_routed_experts num_local_experts", loss=None),
+            setting("moe_latent_size", "moe_latent_size", None),
+            setting(SHARED_WIDTH, SHARED_WIDTH),
+            setting("routed_scaling_factor", "moe_router_topk_scaling_factor", 1.0),
+            biased_scores(),
+        ),
+        setting("max_position_embeddings", "seq_length", 4096),
+        fixed(position_embedding_type="none", normalization="RMSNorm", add_bias_linear=False),
+        setting("layer_norm_epsilon", "norm_epsilon", 1e-5),
+        activation("mlp_hidden_act", "relu2"),
+        switch("mlp_bias", "add_mlp_bias", False, "has_mlp_bias"),
+        setting("hidden_dropout", "hidden_dropout", 0.0),
+        setting("attention_dropout", "attention_dropout", 0.0),
+    ),
+    (
+        *modules(
+            "",
+            "backbone.",
+            ("table", "embedding.word", "embeddings", VOCABULARY),
+            ("norm", "final_norm", "norm_f"),
+        ),
+        OUTPUT,
+    ),
+    (
+        *modules(
+            _OURS, _LAYER, ("norm", "attention_norm", "norm"), only_in=lambda spec: spec.mixer is not None
+        ),
+        *modules(_OURS, _LAYER, ("norm", "mlp_norm", "norm"), only_in=lambda spec: spec.has_mlp),
+        *_mamba_modules(_MIXER),
+        *_attention_modules(_MIXER),
+        *modules(
+            _OURS + "mlp.",
+            _MIXER,
+            ("mlp", "up", "up_proj"),
+            ("mlp", "down", "down_proj"),
+            only_in=lambda spec: spec.ffn_size is not None,
+        ),
+        *modules(
+            _OURS + "mlp.",
+            _MIXER,
+            ("table", "router", "gate"),
+            ("vector", "router.expert_bias", "gate.e_score_correction_bias"),
+            ("table", "up", "experts.{expert}.up_proj", SEPARATE),
+            ("table", "down", "experts.{expert}.down_proj", SEPARATE),
+            ("linear", "shared.up", "shared_experts.up_proj"),
+            ("linear", "shared.down", "shared_experts.down_proj"),
+            only_in=has_experts,
+        ),
+        *modules(
+            _OURS + "mlp.",
+            _MIXER,
+            ("table", "to_latent", "fc1_latent_proj"),
+            ("table", "from_latent", "fc2_latent_proj"),
+            only_in=has_experts,
+            only_if=lambda config: config.moe_latent_size is not None,
+        ),
+    ),
+    prefix="backbone.",
+    tied=None,
+    without_effect=_WITHOUT_EFFECT,
+    experts={"experts.up_proj": ("up_proj",), "experts.down_proj": ("down_proj",)},
+    other_names={"model.": "backbone."},  # transformers 5 has another name than its files
+)
+
+
+def _read_pairs(hf: HFSettings, _: Fields) -> Fields:
+    """Return our letters: two for each layer, of Mamba-2 or attention, and of the MLP or experts."""
+    kinds = hf["layer_types layers_block_type"]
+    mixers = [_LETTERS.get(kind, str(kind)) for kind in kinds]
+    if unknown := sorted({*mixers} - {"M", "*"}):
+        raise UserError(f"{hf.kind} with layers {', '.join(unknown)} cannot be converted: M and * can")
+    if len(kinds) != hf["num_hidden_layers"]:
+        raise UserError(f"{hf.kind} has {len(kinds)} layer_types for {hf['num_hidden_layers']} layers")
+    second = "E" if hf.get("num_local_experts", 8) else "-"
+    return {
+        "num_layers": 2 * len(mixers),
+        "hybrid_override_pattern": "".join(mixer + second for mixer in mixers),
+    }
+
+
+def _write_pairs(config: ModelConfig) -> Fields:
+    mixers = (config.hybrid_override_pattern or "*-" * config.num_layers)[::2]
+    kinds = [_BLOCKS.get(letter, "mlp") for letter in mixers]
+    return {"layer_types": kinds, "num_hidden_layers": len(kinds)}
+
+
+def _read_head_dim(hf: HFSettings, fields: Fields) -> Fields:
+    count, width = fields["mamba_num_heads"], hf.get("mamba_expand", 2) * fields["hidden_size"]
+    size = width // count if hf.get("mamba_d_head", "auto") == "auto" else hf["mamba_d_head"]
+    if size * count != width:
+        raise UserError(
+            f"{hf.kind} with {count} heads of {size} cannot be converted: mamba_expand needs {width}"
+        )
+    return {"mamba_head_dim": size}
+
+
+def _write_head_dim(config: ModelConfig) -> Fields:
+    size = config.mamba.head_dim
+    return {"mamba_d_head": size, "mamba_expand": size * config.mamba.num_heads // config.hidden_size}
+
+
+def _read_time_steps(hf: HFSettings, _: Fields) -> Fields:
+    least, most = hf.get("time_step_limit") or (0.0, math.inf)
+    if most not in (math.inf, "Infinity", {"__float__": "Infinity"}):
+        raise UserError(f"{hf.kind} with a time_step_limit of {most} cannot be converted: only Infinity can")
+    return {"mamba_min_time_step": least}
+
+
+def _write_time_steps(config: ModelConfig) -> Fields:
+    least = config.mamba.min_time_step
+    return {"time_step_limit": [least, math.inf]} if least else {}
+
+
+def _read_positions(hf: HFSettings, _: Fields) -> Fields:
+    if (kind := hf.get("position_embedding_type")) not in (None, "nope", "rope"):
+        raise UserError(f"{hf.kind} with position_embedding_type {kind} cannot be converted: rope can")
+    rotated = read_rotary(hf, 10000.0, None)  # read in any case: files have a base
+    return rotated if kind == "rope" else {"position_embedding_type": "none"}
+
+
+def _write_positions(config: ModelConfig) -> Fields:
+    if config.position_embedding_type == "none":
+        return {"position_embedding_type": None}
+    return rotary().write(config) | {"position_embedding_type": "rope"}
+
+
+def _has_experts(hf: HFSettings, fields: Fields) -> bool:
+    return "E" in fields["hybrid_override_pattern"]
+
+
+_GRANITE = "model.layers.{}."
+GRANITEMOEHYBRID = replace(
+    LLAMA,
+    model_type="granitemoehybrid",
+    architecture="GraniteMoeHybridForCausalLM",
+    rules=(
+        only(output_router_logits=False, mamba_conv_bias=True),
+        Rule(_read_pairs, _write_pairs),
+        setting("hidden_size", "hidden_size"),
+        setting("num_attention_heads", "num_attention_heads"),
+        setting("num_key_value_heads", "num_query_groups", None),
+        where(
+            lambda hf, fields: "E" not in fields["hybrid_override_pattern"],
+            lambda config: not config.has_experts,
+            setting("shared_intermediate_size", "ffn_hidden_size", 1024),
+            Rule(write=lambda _: {"num_local_experts": 0}),
+        ),
+        where(
+            _has_experts,
+            lambda config: config.has_experts,
+            *experts("num_local_experts", "intermediate_size"),
+            setting("shared_intermediate_size", SHARED_WIDTH, 1024),
+        ),
+        setting("mamba_n_heads", "mamba_num_heads", 128, "mamba.num_heads"),
+        Rule(_read_head_dim, _write_head_dim),
+        setting("mamba_n_groups", "mamba_num_groups", 1, "mamba.num_groups"),
+        setting("mamba_d_state", "mamba_state_dim", 256, "mamba.state_dim"),
+        Rule(_read_time_steps, _write_time_steps),
+        setting("mamba_d_conv", "mamba_conv_kernel", 4, "mamba.kernel"),
+        switch("mamba_proj_bias", "mamba_bias", False, "has_mamba_bias"),
+        setting("max_position_embeddings", "seq_length", 2048),
+        Rule(_read_positions, _write_positions),
+        setting("rms_norm_eps", "norm_epsilon", 1e-6),
+        activation("hidden_act", "silu", HF_GATES),
+        setting("attention_dropout", "attention_dropout", 0.0),
+        fixed(normalization="RMSNorm", add_bias_linear=False, hidden_dropout=0.0),
+        biases(),
+        *MULTIPLIERS,
+    ),
+    layer=tuple(
+        replace(module, per_layer=2)
+        for module in (
+            *in_layers_that(
+                lambda spec: spec.mixer is not None,
+                *modules(_OURS, _GRANITE, ("norm", "attention_norm", "input_layernorm")),
+            ),
+            *in_layers_that(
+                lambda spec: spec.has_mlp,
+                *modules(_OURS, _GRANITE, ("norm", "mlp_norm", "post_attention_layernorm")),
+            ),
+            *_mamba_modules(f"{_GRANITE}mamba."),
+            *_attention_modules(f"{_GRANITE}self_attn."),
+            *modules(
+                f"{_OURS}mlp.",
+                f"{_GRANITE}shared_mlp.",
+                ("mlp", "up", "input_linear", JOINED_ROWS),
+                ("mlp", "down", "output_linear"),
+                only_in=lambda spec: spec.ffn_size is not None,
+            ),
+            *modules(
+                f"{_OURS}mlp.shared.",
+                f"{_GRANITE}shared_mlp.",
+                ("linear", "up", "input_linear", JOINED_ROWS),
+                ("linear", "down", "output_linear"),
+                only_in=has_experts,
+            ),
+            *in_layers_that(has_experts, *granite_experts("model.layers.{}")),
+        )
+    ),
+    other_names=GRANITEMOE.other_names,
+    without_effect=("mamba_chunk_size", "init_method", "normalization_function"),
+    mtp=(),
+)
