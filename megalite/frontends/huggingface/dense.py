@@ -6,6 +6,7 @@ Helium rotate neighboring elements. EXAONE 4 rotates only in layers with a windo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -130,14 +131,21 @@ GLM4 = replace(
 
 def _rounded(number: float) -> float:
     """Return a setting without the rounding errors of a power or a quotient, so that it is the same again."""
-    return float(f"{number:.12g}")
+    rounded = float(f"{number:.12g}")
+    return rounded if math.isclose(rounded, number, rel_tol=1e-14) else number
+
+
+def _read_scale(hf: HFSettings, fields: Fields) -> Fields:
+    divisor = _rounded(hf.get("attention_multiplier", 1.0) ** -2)
+    head_dim = fields.get("kv_channels") or fields["hidden_size"] // fields["num_attention_heads"]
+    return {"query_pre_attn_scalar": None if divisor == head_dim else divisor}
 
 
 MULTIPLIERS = (
     setting("embedding_multiplier", "embedding_multiplier", 1.0),
     setting("residual_multiplier", "residual_multiplier", 1.0),
     Rule(
-        lambda hf, _: {"query_pre_attn_scalar": hf.get("attention_multiplier", 1.0) ** -2},
+        _read_scale,
         lambda config: {
             "attention_multiplier": _rounded(config.squared_score_divisor(config.head_dim) ** -0.5)
         },

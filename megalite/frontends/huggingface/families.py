@@ -49,7 +49,7 @@ from megalite.frontends.huggingface.llama import (
     QWEN3,
     SMOLLM3,
 )
-from megalite.frontends.huggingface.mamba import GRANITEMOEHYBRID, NEMOTRON_H
+from megalite.frontends.huggingface.mamba import BAMBA, GRANITEMOEHYBRID, NEMOTRON_H
 from megalite.frontends.huggingface.qwen import QWEN2_MOE, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE, QWEN3_NEXT
 from megalite.frontends.huggingface.settings import HF_ACTIVATIONS, TOKEN_IDS
 from megalite.frontends.huggingface.sparse import (
@@ -74,8 +74,7 @@ FAMILIES: Mapping[str, Family] = {
         *(ARCEE, SEED_OSS, PHI3, GLM, GLM4, ERNIE4_5, HELIUM, MINISTRAL, EXAONE4, GEMMA),
         *(STARCODER2, STABLELM, PHI, NEMOTRON, FLEX_OLMO, DOTS1, SOLAR_OPEN, EXAONE_MOE, HY_V3, AFMOE),
         *(GRANITE, GRANITE_SWA, GRANITEMOE, GRANITEMOEHYBRID, COHERE, COHERE2, HUNYUAN_V1_DENSE),
-        HUNYUAN_V1_MOE,
-        *(ERNIE4_5_MOE, APERTUS),
+        *(HUNYUAN_V1_MOE, ERNIE4_5_MOE, APERTUS, BAMBA),
     )
 } | {"kimi_k2": DEEPSEEK_V3}
 """All architectures by `model_type`; Kimi K2 is DeepSeek-V3 with other sizes, and is written as such."""

@@ -1,6 +1,6 @@
-"""Models with Mamba-2: Nemotron-H, and Granite 4 with and without experts.
+"""Models with Mamba-2: Nemotron-H, Bamba, and Granite 4 with and without experts.
 
-A layer of Nemotron-H has one block, which is Mamba-2, attention, an MLP or experts. A layer of Granite has
+A layer of Nemotron-H has one block, which is Mamba-2, attention, an MLP or experts. A layer of the others has
 two, and is two layers here.
 
 Shapes: g groups, r heads of a group, p head size, d state size. The rows of Mamba-2's input projection are
@@ -23,6 +23,7 @@ from megalite.frontends.huggingface.experts import (
     has_experts,
 )
 from megalite.frontends.huggingface.family import (
+    HALVES,
     OUTPUT,
     QKV,
     VOCABULARY,
@@ -34,7 +35,7 @@ from megalite.frontends.huggingface.family import (
     modules,
     with_kernel_dim,
 )
-from megalite.frontends.huggingface.llama import LLAMA
+from megalite.frontends.huggingface.llama import LLAMA, llama_like
 from megalite.frontends.huggingface.positions import read_rotary, rotary
 from megalite.frontends.huggingface.settings import (
     HF_GATES,
@@ -280,7 +281,31 @@ def _has_experts(hf: HFSettings, fields: Fields) -> bool:
     return "E" in fields["hybrid_override_pattern"]
 
 
+_MAMBA_OF_PAIRS = (
+    setting("mamba_n_heads", "mamba_num_heads", 128, "mamba.num_heads"),
+    Rule(_read_head_dim, _write_head_dim),
+    setting("mamba_n_groups", "mamba_num_groups", 1, "mamba.num_groups"),
+    setting("mamba_d_state", "mamba_state_dim", 256, "mamba.state_dim"),
+    Rule(_read_time_steps, _write_time_steps),
+    setting("mamba_d_conv", "mamba_conv_kernel", 4, "mamba.kernel"),
+    switch("mamba_proj_bias", "mamba_bias", False, "has_mamba_bias"),
+)
+"""Rules of Mamba-2 in Granite and Bamba."""
 _GRANITE = "model.layers.{}."
+
+
+def _mixers_of_pairs(mlp_norm: str) -> tuple[Module, ...]:
+    """Return the norms and mixers of Granite and Bamba; `mlp_norm` is their name of the second norm."""
+    first = modules(_OURS, _GRANITE, ("norm", "attention_norm", "input_layernorm"))
+    second = modules(_OURS, _GRANITE, ("norm", "mlp_norm", mlp_norm))
+    return (
+        *in_layers_that(lambda spec: spec.mixer is not None, *first),
+        *in_layers_that(lambda spec: spec.has_mlp, *second),
+        *_mamba_modules(f"{_GRANITE}mamba."),
+        *_attention_modules(f"{_GRANITE}self_attn."),
+    )
+
+
 GRANITEMOEHYBRID = replace(
     LLAMA,
     model_type="granitemoehybrid",
@@ -303,13 +328,7 @@ GRANITEMOEHYBRID = replace(
             *experts("num_local_experts", "intermediate_size"),
             setting("shared_intermediate_size", SHARED_WIDTH, 1024),
         ),
-        setting("mamba_n_heads", "mamba_num_heads", 128, "mamba.num_heads"),
-        Rule(_read_head_dim, _write_head_dim),
-        setting("mamba_n_groups", "mamba_num_groups", 1, "mamba.num_groups"),
-        setting("mamba_d_state", "mamba_state_dim", 256, "mamba.state_dim"),
-        Rule(_read_time_steps, _write_time_steps),
-        setting("mamba_d_conv", "mamba_conv_kernel", 4, "mamba.kernel"),
-        switch("mamba_proj_bias", "mamba_bias", False, "has_mamba_bias"),
+        *_MAMBA_OF_PAIRS,
         setting("max_position_embeddings", "seq_length", 2048),
         Rule(_read_positions, _write_positions),
         setting("rms_norm_eps", "norm_epsilon", 1e-6),
@@ -322,16 +341,7 @@ GRANITEMOEHYBRID = replace(
     layer=tuple(
         replace(module, per_layer=2)
         for module in (
-            *in_layers_that(
-                lambda spec: spec.mixer is not None,
-                *modules(_OURS, _GRANITE, ("norm", "attention_norm", "input_layernorm")),
-            ),
-            *in_layers_that(
-                lambda spec: spec.has_mlp,
-                *modules(_OURS, _GRANITE, ("norm", "mlp_norm", "post_attention_layernorm")),
-            ),
-            *_mamba_modules(f"{_GRANITE}mamba."),
-            *_attention_modules(f"{_GRANITE}self_attn."),
+            *_mixers_of_pairs("post_attention_layernorm"),
             *modules(
                 f"{_OURS}mlp.",
                 f"{_GRANITE}shared_mlp.",
@@ -352,4 +362,53 @@ GRANITEMOEHYBRID = replace(
     other_names=GRANITEMOE.other_names,
     without_effect=("mamba_chunk_size", "init_method", "normalization_function"),
     mtp=(),
+)
+
+
+def _read_indices(hf: HFSettings, _: Fields) -> Fields:
+    layers, found = range(hf["num_hidden_layers"]), hf.get("attn_layer_indices") or ()
+    if outside := sorted({*found} - {*layers}):
+        raise UserError(f"{hf.kind} with {len(layers)} layers has attn_layer_indices {outside}")
+    letters = "".join("*-" if number in found else "M-" for number in layers)
+    return {"num_layers": len(letters), "hybrid_override_pattern": letters}
+
+
+def _write_indices(config: ModelConfig) -> Fields:
+    mixers = (config.hybrid_override_pattern or "*-" * config.num_layers)[::2]
+    found = [number for number, letter in enumerate(mixers) if letter == "*"]
+    return {"attn_layer_indices": found, "num_hidden_layers": len(mixers)}
+
+
+_HALF_ROTATED = Rule(lambda hf, _: read_rotary(hf, 10000.0, 0.5), rotary().write)
+"""Rule of positions of half of a head's elements, whatever the config says."""
+BAMBA = replace(
+    GRANITEMOEHYBRID,
+    model_type="bamba",
+    architecture="BambaForCausalLM",
+    rules=(
+        only(mamba_conv_bias=True, z_loss_coefficient=0.0, partial_rotary_factor=0.5),
+        *llama_like(262144, 1e-5, rotary=_HALF_ROTATED, writes_head_dim=False),
+        Rule(_read_indices, _write_indices),
+        *_MAMBA_OF_PAIRS,
+        biases(mlp=None),
+    ),
+    ends=(
+        *(module for module in LLAMA.ends if module.ours != "final_norm"),
+        *modules("", "model.", ("norm", "final_norm", "final_layernorm")),
+    ),
+    layer=tuple(
+        replace(module, per_layer=2)
+        for module in (
+            *_mixers_of_pairs("pre_ff_layernorm"),
+            *modules(
+                f"{_OURS}mlp.",
+                f"{_GRANITE}feed_forward.",
+                ("mlp", "up", "gate_proj up_proj", HALVES),
+                ("mlp", "down", "down_proj"),
+                only_in=lambda spec: spec.ffn_size is not None,
+            ),
+        )
+    ),
+    other_names={},
+    without_effect=("mamba_chunk_size", "num_logits_to_keep", "attn_rotary_emb"),
 )

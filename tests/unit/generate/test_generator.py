@@ -13,6 +13,8 @@ from transformers import (
     ApertusForCausalLM,
     ArceeConfig,
     ArceeForCausalLM,
+    BambaConfig,
+    BambaForCausalLM,
     BloomConfig,
     BloomForCausalLM,
     Cohere2Config,
@@ -362,6 +364,14 @@ THEIRS |= {
     ),
     "granite": (GraniteForCausalLM, GraniteConfig(**SIZES, **COMMON, **FACTORS)),
     "granitemoe": (GraniteMoeForCausalLM, GraniteMoeConfig(**SIZES, **COMMON, **FACTORS)),
+    "bamba": (
+        BambaForCausalLM,
+        BambaConfig(
+            **SIZES,
+            **COMMON,
+            **{"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_state": 7, "mamba_chunk_size": 4},
+        ),
+    ),
     "granitemoehybrid": (
         GraniteMoeHybridForCausalLM,
         GraniteMoeHybridConfig(

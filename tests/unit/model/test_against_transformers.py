@@ -25,6 +25,8 @@ from transformers import (
     ApertusForCausalLM,
     ArceeConfig,
     ArceeForCausalLM,
+    BambaConfig,
+    BambaForCausalLM,
     BloomConfig,
     BloomForCausalLM,
     Cohere2Config,
@@ -211,6 +213,7 @@ MODELS = {
     "granite": GraniteForCausalLM,
     "granitemoe": GraniteMoeForCausalLM,
     "granitemoehybrid": GraniteMoeHybridForCausalLM,
+    "bamba": BambaForCausalLM,
     "cohere": CohereForCausalLM,
     "cohere2": Cohere2ForCausalLM,
     "hunyuan_v1_dense": HunYuanDenseV1ForCausalLM,
@@ -921,6 +924,30 @@ def granitemoehybrid_config(choose):
     )
 
 
+def bamba_config(choose):
+    kv_heads, head_dim, groups = choose((1, 2)), choose((4, 8)), choose((1, 1, 2))
+    width = 2 * kv_heads * head_dim
+    return BambaConfig(
+        **{**attention_bias(choose), "mlp_bias": choose((False, True)), "rms_norm_eps": choose((1e-6, 1e-3))},
+        **{"hidden_size": width, "num_attention_heads": 2 * kv_heads, "num_key_value_heads": kv_heads},
+        num_hidden_layers=3,
+        attn_layer_indices=choose(([1], [0, 2], [], None, [0, 1, 2])),
+        intermediate_size=choose((30, 37)),
+        rope_parameters={"rope_type": "default", "rope_theta": choose((500.0, 10000.0))},
+        mamba_n_heads=2 * groups,
+        mamba_n_groups=groups,
+        mamba_d_state=choose((3, 8)),
+        mamba_d_conv=choose((4, 3)),
+        mamba_proj_bias=choose((False, True)),
+        vocab_size=choose((97, 301)),
+        max_position_embeddings=NUM_POSITIONS,
+        tie_word_embeddings=choose((True, False)),
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=None,
+    )
+
+
 def cohere_config(choose):
     fields = {**attention_bias(choose), "logit_scale": choose((0.0625, 0.7)), "pad_token_id": None}
     return with_layer_norm(CohereConfig, choose, "layer_norm_eps", **fields)
@@ -1030,6 +1057,7 @@ CONFIGS = {
     "granite": granite_config,
     "granitemoe": granitemoe_config,
     "granitemoehybrid": granitemoehybrid_config,
+    "bamba": bamba_config,
     "cohere": cohere_config,
     "cohere2": cohere2_config,
     "hunyuan_v1_dense": hunyuan_v1_dense_config,

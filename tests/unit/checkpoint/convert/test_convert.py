@@ -96,7 +96,7 @@ def test_there_and_back_is_byte_equal(kind, form, shards, tmp_path):
         *("qwen2_moe", "qwen3_next_experts", "qwen3_5_moe", "glm4_moe", "minimax_m2", "gpt_oss"),
         *("arcee", "seed_oss", "phi3", "glm", "glm4", "ernie4_5", "helium", "ministral", "exaone4", "gemma"),
         *("starcoder2", "stablelm", "phi", "nemotron", "flex_olmo", "dots1", "solar_open", "exaone_moe"),
-        *("hy_v3", "afmoe", "granite", "granitemoe", "granitemoehybrid", "cohere", "cohere2"),
+        *("hy_v3", "afmoe", "granite", "granitemoe", "granitemoehybrid", "bamba", "cohere", "cohere2"),
         *("hunyuan_v1_dense", "hunyuan_v1_moe", "ernie4_5_moe", "apertus", "granite_swa"),
     ],
 )

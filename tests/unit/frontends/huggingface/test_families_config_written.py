@@ -145,6 +145,15 @@ def test_the_nearest_family_is_one_that_reads_the_model():
         family_of(model)
 
 
+@pytest.mark.parametrize("divisor", [None, 7.0, 96.0])
+def test_granite_may_have_any_scale_of_scores(divisor):
+    """Also the usual one, whose root is no decimal number."""
+    model = config_of(changed("granite", attention_multiplier=0.3).to_dict())
+    scaled = dataclasses.replace(model, query_pre_attn_scalar=divisor)
+    assert family_of(scaled).model_type == "granite"
+    assert config_of(hf_config_of(scaled, eod=0)).query_pre_attn_scalar == divisor
+
+
 def test_a_small_vocabulary_has_no_token_for_padding():
     """By default SmolLM 3's is number 128004."""
     config = config_of(CONFIGS["smollm3"](lambda values: values[0]).to_dict())
