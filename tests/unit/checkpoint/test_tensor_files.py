@@ -106,8 +106,10 @@ def test_a_file_system_is_known_by_its_mount() -> None:
         assert tensor_files.file_system_of(file.fileno()) == "proc"
 
 
-def tensors() -> dict[str, torch.Tensor]:
+@pytest.fixture
+def tensors(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
     """One of each type, and odd shapes."""
+    monkeypatch.setattr(tensor_files, "_CHUNK_BYTES", 4096)
     every = {
         str(dtype): torch.arange(5).to(dtype) if dtype != torch.bool else torch.tensor([True, False, True])
         for dtype in DTYPE_CODES
@@ -116,7 +118,7 @@ def tensors() -> dict[str, torch.Tensor]:
         "empty": torch.zeros(0, 3),
         "scalar": torch.tensor(3.0),
         "not contiguous": torch.arange(12.0).view(3, 4).t(),
-        "of several chunks": torch.randn(3, 1 << 20),
+        "of several chunks": torch.randn(3, 1 << 15),
         "no numbers": torch.tensor([float("nan"), float("inf"), -0.0, 1e-45]),
         'naïve "name"': torch.ones(1),
     }
@@ -126,26 +128,28 @@ def bits(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
-def test_the_library_reads_it_and_would_write_it_so(tmp_path: Path) -> None:
-    expected = tensors()
-    record = write_file(
-        tmp_path / "a.safetensors", {name: FilePiece(each) for name, each in expected.items()}
-    )
+def test_the_library_reads_it_and_would_write_it_so(
+    tensors: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    pieces = {name: FilePiece(each) for name, each in tensors.items()}
+    record = write_file(tmp_path / "a.safetensors", pieces)
     read = load_file(tmp_path / "a.safetensors")
-    assert read.keys() == expected.keys()
-    for name, tensor in expected.items():
+    assert read.keys() == tensors.keys()
+    for name, tensor in tensors.items():
         assert (read[name].dtype, read[name].shape) == (tensor.dtype, tensor.shape)
         assert bits(read[name]) == bits(tensor)
-    save_file({name: each.contiguous() for name, each in expected.items()}, tmp_path / "b.safetensors")
+    save_file({name: each.contiguous() for name, each in tensors.items()}, tmp_path / "b.safetensors")
     ours, theirs = ((tmp_path / f"{name}.safetensors").read_bytes() for name in "ab")
     assert len(ours) == len(theirs)
     assert record.sha256 == hashlib.sha256(ours).hexdigest()
 
 
-@pytest.mark.parametrize("block_bytes", [1, 7, 64, 1 << 20])
-def test_the_record_has_the_digests_of_the_blocks(tmp_path: Path, monkeypatch, block_bytes: int) -> None:
+@pytest.mark.parametrize("block_bytes", [1, 7, 64, 4096, 1 << 20])
+def test_the_record_has_the_digests_of_the_blocks(
+    tensors: dict[str, torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int
+) -> None:
     monkeypatch.setattr(tensor_files, "BLOCK_BYTES", block_bytes)
-    pieces = {name: FilePiece(each) for name, each in tensors().items()}
+    pieces = {name: FilePiece(each) for name, each in tensors.items()}
     record = write_file(tmp_path / "x.safetensors", pieces, has_blocks=True)
     content = (tmp_path / "x.safetensors").read_bytes()
     blocks = [content[at : at + block_bytes] for at in range(0, len(content), block_bytes)]

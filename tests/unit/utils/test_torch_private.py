@@ -76,9 +76,15 @@ def _private_names_of_torch(tree: ast.AST) -> Iterator[str]:
             names = [node.value]  # a module that is imported by its name
         yield from (name for name in names if name.startswith("torch.") and _is_private(name))
         if isinstance(node, ast.Attribute) and _is_private(node.attr):
-            chain = ast.unparse(node)
-            if chain.startswith("torch.") or node.attr not in _known():
-                yield chain
+            if _root(node) == "torch" or node.attr not in _known():
+                yield ast.unparse(node)
+
+
+def _root(node: ast.AST) -> str:
+    """Return the first name of a chain of attributes, calls and subscripts."""
+    while isinstance(node, ast.Attribute | ast.Call | ast.Subscript):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 def test_no_other_module_uses_a_private_name_of_torch() -> None:
