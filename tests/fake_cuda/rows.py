@@ -27,6 +27,17 @@ def parts(row: Case) -> dict[str, Any]:
     return {"preset": row.preset, **named}
 
 
+def adds_part(rows: Sequence[Case]) -> list[bool]:
+    """Return for each row whether it has a part that no earlier row has."""
+    known = set[tuple[str, str]]()
+    found = []
+    for row in rows:
+        own = {(name, str(value)) for name, value in parts(row).items()}
+        found.append(not own <= known)
+        known |= own
+    return found
+
+
 def covering_rows(cases: Sequence[Case]) -> Iterator[Case]:
     """Yield cases that together have every pair of parts that a given case has.
 
