@@ -15,7 +15,6 @@ from megalite.observe.verify.layouts import Layout
 from tests.parity.models import MODELS, NUM_ITERATIONS, config_of, reference, run_in
 
 SEQUENCE_PARALLEL = ("tp2+sp", "tp4+sp", "tp2pp2dp2+sp")
-CORE_SEQUENCE_PARALLEL = [(model, "fp64", "tp2pp2dp2+sp") for model in MODELS[1:]]
 RECOMPUTE = {
     "full": RecomputeConfig(recompute_granularity="full"),
     "two": RecomputeConfig(recompute_granularity="full", recompute_num_layers=2),
@@ -58,14 +57,15 @@ def _slow_unless(is_core: bool) -> tuple[pytest.MarkDecorator, ...]:
     return () if is_core else (pytest.mark.slow,)
 
 
+@pytest.mark.slow  # the table's core has each model with sequence parallelism
 @pytest.mark.parametrize(
     ("model", "dtype", "name"),
     [
-        pytest.param(model, dtype, name, marks=_slow_unless((model, dtype, name) in CORE_SEQUENCE_PARALLEL))
+        (model, dtype, name)
         for model in MODELS
         for dtype in ("fp64", "fp32")
         for name in SEQUENCE_PARALLEL
-        if (model, dtype, name) != ("gpt-tiny", "fp64", "tp2+sp")  # the table's core has it
+        if (model, dtype, name) != ("gpt-tiny", "fp64", "tp2+sp")
     ],
 )
 def test_sequence_parallel(model: str, dtype: str, name: str, corpus: str) -> None:

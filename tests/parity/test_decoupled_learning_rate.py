@@ -92,9 +92,10 @@ def test_as_torch_with_groups_of_parameters(model: str) -> None:
 @pytest.mark.parametrize(
     ("model", "name"),
     [
-        ("gpt-tiny", "tp2pp2dp2"),  # a copy of the tied weight on two ranks
+        ("gpt-tiny", "pp2"),  # a copy of the tied weight on two ranks
         ("llama-tiny", "tp2pp2dp2+sp+zero1+gather"),
-        ("llama-tiny", "dp2+zero2"),
+        pytest.param("gpt-tiny", "tp2pp2dp2", marks=pytest.mark.slow),
+        pytest.param("llama-tiny", "dp2+zero2", marks=pytest.mark.slow),
         ("llama-tiny", "dp2+zero3"),
     ],
 )

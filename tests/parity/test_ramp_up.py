@@ -53,7 +53,7 @@ def test_the_batches_grow() -> None:
     assert CONFIG.num_iterations(1) == CONFIG.num_iterations(2) == len(BATCHES)
 
 
-@pytest.mark.parametrize("name", ["dp2", "tp2pp2", "dp2mbs1"])
+@pytest.mark.parametrize("name", [pytest.param("dp2", marks=pytest.mark.slow), "tp2pp2", "dp2mbs1"])
 def test_same_run(name: str) -> None:
     run = run_in(name, CONFIG, len(BATCHES))
     assert not compare(run, _reference()).excesses(TOLERANCES["fp64"])

@@ -87,8 +87,15 @@ def _long_sample(dataset: MockDataset, index: int) -> npt.NDArray[np.int64]:
     return np.random.default_rng((7, index)).integers(0, VOCABULARY, LONG + 1)
 
 
-@pytest.mark.parametrize("options", [(), DOCUMENTS], ids=["", "documents"])
-@pytest.mark.parametrize("model", ["gpt", "later tokens"])
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        ("gpt", ()),
+        ("later tokens", DOCUMENTS),
+        pytest.param("gpt", DOCUMENTS, marks=pytest.mark.slow),
+        pytest.param("later tokens", (), marks=pytest.mark.slow),
+    ],
+)
 def test_its_first_iterations_train_on_short_samples(
     model: str, options: tuple[str, ...], one_rank: Topology, monkeypatch: pytest.MonkeyPatch
 ) -> None:

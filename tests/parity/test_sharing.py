@@ -45,7 +45,7 @@ def test_same_run_of_other_models(model: str, name: str, corpus: str) -> None:
         pytest.param("tp2pp2dp2+sp", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
 def test_zero_1_is_bitwise_the_run_without(dtype: str, name: str, corpus: str) -> None:
     config = models.config_of("gpt-tiny", dtype, corpus)
     whole, *others = (
