@@ -65,7 +65,7 @@ WAYS_TO_SHARE = (
 CHAINS = [
     (
         *("gpt-tiny", "fp64"),
-        "one rank, tp4, pp2 uneven, dp2 zero2, tp2 dp2 zero3, pp2 zb-v, pp2 dp2 zero3, tp2 pp2, one rank",
+        "one rank, tp2 pp2, pp2 uneven, tp2 dp2 zero3, pp2 zb-v dp2 zero3, one rank",
     ),
     ("llama-tiny, 2 layers, ema", "fp64", "pp2, tp2 dp2 zero3, tp2 sequence parallel"),
     ("llama-tiny, 2 layers, muon", "fp64", "pp2, tp2 dp2 zero1, tp2 sequence parallel"),
@@ -81,7 +81,7 @@ CHAINS = [
     (
         "gpt-tiny, 2 layers",
         "fp32",
-        "dp4 zero1, dp4 zero3 shard2, dp4 zero1 shard2, dp2 zero3, one rank, dp2 zero3",
+        "dp4 zero1, dp4 zero1 shard2, dp2 zero3, one rank",
     ),
     ("gpt-tiny, 2 layers", "fp16", "dp2 zero2, dp3 zero3, dp2"),
     *(

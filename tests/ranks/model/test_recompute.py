@@ -99,6 +99,8 @@ OF_LATENTS = {
 """Modes of the model with multi-latent attention alone."""
 STORED = ("uniform", "all parts")
 """Modes that are tried with stored weight gradients too."""
+WHOLE = (("uniform", True), ("all parts", True), ("mlp and norms", False))
+"""Modes that recompute all that a layer can, and whether weight gradients are stored."""
 SLACK = 0.02
 """Share of what is kept: the norms' statistics, 4 numbers a token and layer."""
 
@@ -153,12 +155,12 @@ def switches(tp):
 def cases_of(tp):
     """Return whether sequence parallel, model, mode and whether weight gradients are stored, of each case.
 
-    One rank tries each model in each mode; several ranks try each model, and each mode, both with sequence
-    parallelism and without.
+    One rank tries each model in the modes that recompute all parts; several ranks try each model, and each
+    mode, both with sequence parallelism and without.
     """
     modes = [*((mode, False) for mode in MODES), *((mode, True) for mode in STORED)]
     if tp == 1:
-        cases = [(False, name, *mode) for name in MODELS for mode in modes]
+        cases = [(False, name, mode, stored) for name in MODELS for mode, stored in WHOLE]
     else:
         names = list(MODELS)
         cases = [
