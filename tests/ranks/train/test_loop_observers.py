@@ -82,13 +82,11 @@ AUDITED = [
 ]
 """Layouts that are compared with runs without callbacks."""
 SLOW = [("dp2+zero3", "bf16"), ("tp2+sp", "bf16"), ("tp2+sp", "fp16"), ("pp2zbv", "fp16")]
+ALONE = [("tp2", "untied"), ("pp2", "tied"), ("dp2", "tied"), ("dp2+zero2", "tied")]
+"""Slow layouts whose techniques others combine."""
 OTHERS = [
-    ("tp2", "untied"),
-    ("pp2", "tied"),
     ("pp2v2", "deep"),
     ("pp2zb", "deep"),
-    ("dp2", "tied"),
-    ("dp2+zero2", "tied"),
     ("cp2+full", "untied"),
     ("dp2ep2+full", "tied"),
     ("tp2pp2", "tied"),
@@ -356,7 +354,9 @@ def test_one_rank_reports_what_its_tensors_have(kind: str, observe: Observe) -> 
     assert min(norms.values()) > 0
 
 
-@pytest.mark.parametrize(("name", "kind"), REPORTING)
+@pytest.mark.parametrize(
+    ("name", "kind"), [*REPORTING, *(pytest.param(*row, marks=pytest.mark.slow) for row in ALONE)]
+)
 def test_any_layout_reports_the_same(name: str, kind: str, observe: Observe) -> None:
     (one,), ranks = observe("dp1", kind), observe(name, kind)
     found, expected = ranks[-1].reported, one.reported

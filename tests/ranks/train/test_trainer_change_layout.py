@@ -137,7 +137,7 @@ def check(base: Config, configs: Sequence[Config]) -> None:
         (DEEPSEEK, "fp64", "dp4ep2 tp2dp2+zero1"),
         (NEMOTRON, "fp64", "tp2pp2mbs2 dp4+zero3"),
         (MUON, "fp64", "dp4+zero1+offload dp4shard2+zero2 tp2pp2zb"),
-        ("gpt-tiny, neox", "bf16", "tp2dp2+zero1 pp2v2dp2+zero3 tp4"),
+        ("gpt-tiny, neox", "bf16", "tp2dp2+zero1 pp2v2dp2+zero3"),
         pytest.param(HYBRID, "fp64", "pp2dp2 tp2dp2+zero2", marks=pytest.mark.slow),
     ],
 )
