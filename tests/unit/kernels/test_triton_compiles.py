@@ -30,6 +30,7 @@ SMALL_MEMORY = 99 << 10
 RECURRENCES = [(128, 128, True), (256, 256, True), (128, 64, False)]
 """key size, value size, and whether the delta rule writes"""
 BERT = "dropout, documents, both sides"
+DTYPES = [torch.bfloat16, pytest.param(torch.float64, marks=pytest.mark.slow)]  # few train in the latter
 
 
 @pytest.mark.parametrize("options", [f"{ALL}, caps", BERT, f"{ALL}, slice", f"{ALL}, keys", "keys"])
@@ -85,7 +86,7 @@ def test_no_kernel_reads_a_register_without_a_value(is_delta: bool, key_dim: int
         assert kernel.code.without_value == [], name
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("run", [run_dropout, run_dropout_backward, run_moments, run_softmax])
 def test_one_kernel_without_spills_serves_all_keys(run: Callable[..., None], dtype: torch.dtype) -> None:
     found = []
@@ -98,7 +99,7 @@ def test_one_kernel_without_spills_serves_all_keys(run: Callable[..., None], dty
 
 
 @pytest.mark.parametrize("drops", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_of_tokens_are_in_registers(dtype: torch.dtype, drops: bool) -> None:
     with only_compiled(90) as kernels:
         run_token_rows(dtype, drops=drops)

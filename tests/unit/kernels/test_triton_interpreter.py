@@ -10,7 +10,7 @@ from megalite.kernels.flash_attention import has_triton
 from tests.unit.kernels.posing import ROOT
 
 SHORT = {
-    "flash_attention": "(everything and (sides or slice or rows)) or (drops and 37) or skips or sees_no_key",
+    "flash_attention": "(everything and (sides or slice or rows)) or skips or sees_no_key",
     "recurrence": "documents and not mamba",
     "token_rows": "float32 and 37",
     "moments": "operator and 127",
