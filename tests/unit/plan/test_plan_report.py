@@ -27,6 +27,7 @@ from megalite.plan.plan_report import answer
 from megalite.plan.plan_request import read_request
 from megalite.utils.errors import UserError
 from megalite.utils.log import ProgressLine
+from tests.programs import ROOT, run_program
 
 CONTRACT = {
     "parameters",
@@ -92,13 +93,17 @@ def test_the_median_stage_has_no_head() -> None:
 
 def test_a_second_plan_needs_no_torch(tmp_path: Path) -> None:
     """The first one runs the model's layers, and keeps their records on the disk."""
-    program = (
+    program = tmp_path / "plan.py"
+    program.write_text(
         "import sys; from megalite.plan.plan_report import answer; "
         f"list(answer({['--json', *SMALL.split()]!r})); sys.exit('torch' in sys.modules)"
     )
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
-    command = [sys.executable, "-c", program]
-    assert [subprocess.run(command, env=environment, check=False).returncode for _ in range(2)] == [1, 0]
+    cache = {"XDG_CACHE_HOME": str(tmp_path)}
+    assert run_program(program, environment=cache).returncode == 1  # it is forked with torch
+    assert list(tmp_path.iterdir()) != [program]
+    command = [sys.executable, str(program)]
+    environment = {**os.environ, **cache, "PYTHONPATH": str(ROOT)}
+    assert subprocess.run(command, env=environment, check=False).returncode == 0
 
 
 @pytest.mark.parametrize(
