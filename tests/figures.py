@@ -37,15 +37,19 @@ OPTIONS = {
 TRACED = """
 import inspect
 import sys
+import torch
 from megalite.cli.train import main
 from megalite.train.trainer import Trainer
 
 files, of_steps, is_in_step = set(), [], False
+step = Trainer.step.__code__
 
 def note(frame, event, argument):
     global is_in_step
+    if event not in ("call", "return"):  # most events are of C functions
+        return
     code = frame.f_code
-    if code is Trainer.step.__code__ and event in ("call", "return"):
+    if code is step:
         is_in_step = event == "call"
         if is_in_step:
             of_steps.append(set())
