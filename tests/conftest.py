@@ -235,6 +235,14 @@ def objects_of_earlier_modules() -> None:
     gc.get_freeze_count = lambda: 1
 
 
+@pytest.fixture(scope="module", autouse=True)
+def loggers_of_earlier_modules() -> None:
+    """Let torch's loggers propagate: pytest gives each of the others two handlers, three times a test."""
+    for logger in logging.root.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger) and logger.name.startswith("torch."):
+            logger.propagate = True
+
+
 @pytest.fixture(autouse=True)
 def process_as_started() -> Iterator[None]:
     """Undo what a program run in this process, by a test or a wider fixture, made of logger and signals.
