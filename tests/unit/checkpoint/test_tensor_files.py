@@ -128,9 +128,7 @@ def bits(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
-def test_the_library_reads_it_and_would_write_it_so(
-    tensors: dict[str, torch.Tensor], tmp_path: Path
-) -> None:
+def test_the_library_reads_it_and_would_write_it_so(tensors: dict[str, torch.Tensor], tmp_path: Path) -> None:
     pieces = {name: FilePiece(each) for name, each in tensors.items()}
     record = write_file(tmp_path / "a.safetensors", pieces)
     read = load_file(tmp_path / "a.safetensors")

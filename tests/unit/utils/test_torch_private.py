@@ -75,9 +75,9 @@ def _private_names_of_torch(tree: ast.AST) -> Iterator[str]:
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and " " not in node.value:
             names = [node.value]  # a module that is imported by its name
         yield from (name for name in names if name.startswith("torch.") and _is_private(name))
-        if isinstance(node, ast.Attribute) and _is_private(node.attr):
-            if _root(node) == "torch" or node.attr not in _known():
-                yield ast.unparse(node)
+        is_private = isinstance(node, ast.Attribute) and _is_private(node.attr)
+        if is_private and (_root(node) == "torch" or node.attr not in _known()):
+            yield ast.unparse(node)
 
 
 def _root(node: ast.AST) -> str:
