@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
@@ -107,6 +108,7 @@ def _is_in(field: ConfigField, group: str | None, section: str | None) -> bool:
     return group in (None, field.group) and section in (None, field.section)
 
 
+@functools.cache
 def _sections(group: str | None) -> set[str | None]:
     """Return the names of a group's sections; at the top level, those of all groups."""
     return {field.section for field in config_fields() if group in (None, field.group)}
