@@ -83,6 +83,7 @@ MODELS = {
     ),
     "latent experts": replace(
         PRESETS["nemotron-3-super-120b"],
+        seq_length=64,  # its recurrence runs block by block of tokens
         **{"num_layers": 4, "hybrid_override_pattern": "ME*E", "hidden_size": 64, "num_experts": 8},
         **{"mamba_num_heads": 16, "moe_ffn_hidden_size": 16, "moe_shared_expert_intermediate_size": 16},
         **{"moe_latent_size": 24, "num_query_groups": 4, "mamba_num_groups": 4},
