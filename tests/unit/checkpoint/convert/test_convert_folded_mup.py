@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megalite.config.presets import PRESETS
+from megalite.utils.errors import UserError
 from tests.stages import build_stage
 from tests.unit.checkpoint.convert.foreign_models import VOCABULARY, tensors_of
 from tests.unit.checkpoint.convert.test_convert import convert, save_stage
