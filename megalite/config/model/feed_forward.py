@@ -55,7 +55,7 @@ class MLPOptions:
         in_megatron=False,
     )
     """Activation of the MLP. gelu is the tanh approximation, gelu_exact the erf form; xielu has two learned
-    numbers (Apertus); swiglu, geglu, geglu_exact, quick_geglu and reglu are gated."""
+    numbers (Apertus); swiglu, reglu and all geglu are gated."""
     activation_func_clamp_value: float | None = option(None, allowed=POSITIVE, **_GATED)
     """Bound the gate of a gated activation from above, and the values that it multiplies from both sides
     (GPT-OSS: 7)."""

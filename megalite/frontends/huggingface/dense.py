@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from megalite.config import ModelConfig
 from megalite.frontends.huggingface.family import Module, Transform, by_kind, modules, qkv_groups
-from megalite.frontends.huggingface.llama import LLAMA, OLMO2, QK_NORMS, llama_like
+from megalite.frontends.huggingface.llama import HEAD_LOGITS, LLAMA, OLMO2, QK_NORMS, llama_like
 from megalite.frontends.huggingface.positions import (
     WINDOWS_AND_BASES,
     layer_types,
@@ -176,7 +176,7 @@ GRANITE_SWA = replace(
     ),
     layer=(
         *LLAMA.layer,
-        *modules("layers.{}.", "model.layers.{}.", ("vector", "attention.sinks", "self_attn.sinks")),
+        *HEAD_LOGITS,
     ),
     tied=True,
 )

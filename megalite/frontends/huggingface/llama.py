@@ -383,6 +383,8 @@ def _part_halves(parts: Parts, _: Place) -> Tensor:
 
 _MIXED = Transform(_mix_halves, _part_halves)
 _TRANSPOSED = Transform(lambda full, _: [full.mT], lambda parts, _: parts[0].mT)
+HEAD_LOGITS = modules("layers.{}.", "model.layers.{}.", ("vector", "attention.sinks", "self_attn.sinks"))
+"""Learned logits in attention's softmax."""
 GPT_OSS = replace(
     LLAMA,
     model_type="gpt_oss",
@@ -400,10 +402,10 @@ GPT_OSS = replace(
     ),
     layer=(
         *_ATTENTION,
+        *HEAD_LOGITS,
         *modules(
             "layers.{}.",
             "model.layers.{}.",
-            ("vector", "attention.sinks", "self_attn.sinks"),
             ("mlp", "mlp.router", "mlp.router"),
             ("vector", "mlp.up.weight", "mlp.experts.gate_up_proj", _MIXED),
             ("vector", "mlp.up.bias", "mlp.experts.gate_up_proj_bias", _MIXED),
