@@ -110,7 +110,8 @@ def judge_config(flags: Sequence[str], num_iterations: int, module: ModuleType) 
         each for each in MODEL_FIELDS if each.endswith("dropout") and getattr(config.model, each)
     ]:
         log.info("dropout is switched off: %s", ", ".join(dropouts))
-    changes |= dict.fromkeys(dropouts, 0.0) | {"train_iters": num_iterations}
+    changes |= {each: MODEL_FIELDS[each].default and 0.0 for each in dropouts}  # None is that of others
+    changes["train_iters"] = num_iterations
     config = with_fields(config, **changes)
     config = with_fields(config, mock_data=not config.data.corpus_options())
     check_config(config, 1)

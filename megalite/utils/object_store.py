@@ -327,7 +327,9 @@ class ObjectFolder:
         with self._as_os_errors(""):
             try:
                 self._obstore.delete(self._store, paths)
-            except (FileNotFoundError, self._obstore.exceptions.NotFoundError):  # not of S3
+            except (FileNotFoundError, self._obstore.exceptions.NotFoundError):
+                if self._scheme == "s3":  # the bucket is not there; other stores mean an object
+                    raise
                 for path in paths:
                     with suppress(FileNotFoundError, self._obstore.exceptions.NotFoundError):
                         self._obstore.delete(self._store, path)
@@ -415,10 +417,7 @@ _NUM_REQUESTS = 4
 
 
 def _open_store(obstore: Any, url: str) -> tuple[Any, str]:
-    """Return obstore's store of a bucket or container, and the path in it.
-
-    Credentials come from the environment, as those of the store's own tools.
-    """
+    """Return obstore's store of a bucket, with the credentials of the environment, and the path in it."""
     scheme, _, rest = url.partition("://")
     bucket, _, path = rest.partition("/")
     stores = obstore.store
@@ -429,8 +428,9 @@ def _open_store(obstore: Any, url: str) -> tuple[Any, str]:
 
 def _service(url: str) -> str | None:
     """Return what tells services apart that have the same URLs: an endpoint of S3, or an account of Azure."""
-    endpoints = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
-    names = {"s3": endpoints, "az": ("AZURE_STORAGE_ACCOUNT_NAME",)}.get(url.partition("://")[0], ())
+    of_s3 = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+    of_azure = ("AZURE_STORAGE_ENDPOINT", "AZURE_STORAGE_ACCOUNT_NAME")
+    names = {"s3": of_s3, "az": of_azure}.get(url.partition("://")[0], ())
     return next(filter(None, map(os.environ.get, names)), None)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megalite.checkpoint.convert.hf_folder import HFFolder
 from megalite.checkpoint.convert.model_check import (
     CheckInput,
     ModelOutputs,
@@ -143,11 +144,13 @@ class Conversion:
         elif target == "hf":
             log.info("check: transformers does not load the folder by itself: pip install accelerate")
         check_input = CheckInput.of(plan.config.model, plan.dtype)
+        model_type = HFFolder(self.load if kind == "hf" else folder).config.get("model_type")
+        per_layer = family_of(plan.config.model, model_type).layer[0].per_layer
 
         def outputs_of(model: str, its_folder: Path, its_source: ConversionSource) -> ModelOutputs:
             if model == "hf":
                 return run_transformers(its_folder, plan.config.model, check_input)
-            return run_megalite(its_source, check_input)
+            return run_megalite(its_source, check_input, per_layer)
 
         written = source if target == "hf" else MegaliteSource(folder, None, Settings())
         flags = " ".join(self.settings.flags)

@@ -71,8 +71,12 @@ class CheckInput:
         return stored.to(self.dtype).float()
 
 
-def run_megalite(source: ConversionSource, check_input: CheckInput) -> ModelOutputs:
-    """Yield the outputs of megalite's model with the parameters of a source."""
+def run_megalite(source: ConversionSource, check_input: CheckInput, per_layer: int = 1) -> ModelOutputs:
+    """Yield the outputs of megalite's model with the parameters of a source.
+
+    Args:
+        per_layer: number of its layers that are one layer of the other model.
+    """
     config = replace(without_training_buffers(source.config.model), params_dtype="fp32")
     topology = replace(Topology.alone(), device=torch.device("cpu"))
     context = LayerContext(topology, torch.float32, has_documents=not config.is_causal, has_weights=False)
@@ -98,10 +102,11 @@ def run_megalite(source: ConversionSource, check_input: CheckInput) -> ModelOutp
         state = LayerState.of(stage.embedding(batch))
     yield EMBEDDING, state.hidden[:, 0]  # of [s, 1, h]
     inputs = stage.layer_inputs(batch)
-    for number, layer in stage.layers.items():
+    for number, layer in enumerate(stage.layers.values()):
         with filled(stage, layer.parameters(), load):
             state = stage.run_group(range(1), [layer], state, *inputs)
-        yield f"layer {number}", state.hidden[:, 0]
+        if (number + 1) % per_layer == 0:
+            yield f"layer {number // per_layer}", state.hidden[:, 0]
     with filled(stage, stage.last_parameters(), load):
         normed = stage.last_module(state.hidden)
         logits = stage.logits_of(normed)[:, 0, : config.vocab_size]
@@ -208,9 +213,8 @@ def _run_transformers(folder: Path, config: ModelConfig, check_input: CheckInput
     outputs = list[tuple[str, Tensor]]()
     layers[0].register_forward_pre_hook(lambda _, inputs: outputs.append((EMBEDDING, inputs[0][0])))
     interval = LineInterval()
-    per_layer = family.layer[0].per_layer
-    for number, layer in enumerate(layers, 1):  # named by the last of our layers that it is
-        layer.register_forward_hook(_recorder(f"layer {number * per_layer - 1}", outputs, interval))
+    for number, layer in enumerate(layers):
+        layer.register_forward_hook(_recorder(f"layer {number}", outputs, interval))
         _fill_in_forward(model, layer, list(layer.parameters()), load)
     for name, module in model.named_modules():
         own = list(module.parameters(recurse=False))
@@ -299,10 +303,8 @@ def check_same(first: ModelOutputs, second: ModelOutputs, num_tokens: int, cause
     Raises:
         UserError: an output differs by more than rounding; the message names the first.
     """
-    interval, expected = LineInterval(), dict(first)
-    for name, ours in second:
-        if (theirs := expected.get(name)) is None:
-            continue  # a layer that is a part of one in the other program
+    interval, expected = LineInterval(), list(first)
+    for (name, theirs), (_, ours) in zip(expected, second, strict=True):
         columns = min(theirs.shape[-1], ours.shape[-1])
         theirs, ours = theirs[..., :columns], ours[..., :columns]
         if not (theirs.isfinite().all() or ours.isfinite().all()):

@@ -22,6 +22,7 @@ from megalite.data.preprocessing.compressed_readers import ObjectStream, open_zs
 from megalite.data.tokenizers.hf_tokenizer import json_object
 from megalite.utils.errors import ConfigError, UserError
 from megalite.utils.files import parse_json
+from megalite.utils.log import log
 from megalite.utils.object_store import find_objects, is_remote, open_object
 
 _KINDS = {
@@ -120,8 +121,12 @@ def _files_in(folder: str) -> list[str]:
     found, folders = [], [str(Path(folder))]
     while folders:
         parent = folders.pop()
-        with os.scandir(parent) as entries:
-            present = {entry.name: entry for entry in entries if not entry.name.startswith(".")}
+        try:
+            with os.scandir(parent) as entries:
+                present = {entry.name: entry for entry in entries if not entry.name.startswith(".")}
+        except PermissionError:
+            log.warning("%s cannot be read: its files are skipped", parent)
+            continue
         folders += [entry.path for entry in present.values() if entry.is_dir(follow_symlinks=False)]
         names: Iterable[str] = present
         if {"state.json", "dataset_info.json"} <= present.keys():  # written by save_to_disk of Hugging Face

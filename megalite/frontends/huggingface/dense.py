@@ -10,8 +10,18 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 
+from torch import Tensor
+
 from megalite.config import ModelConfig
-from megalite.frontends.huggingface.family import Module, Transform, by_kind, modules, qkv_groups
+from megalite.frontends.huggingface.family import (
+    Module,
+    Parts,
+    Place,
+    Transform,
+    by_kind,
+    modules,
+    qkv_groups,
+)
 from megalite.frontends.huggingface.llama import HEAD_LOGITS, LLAMA, OLMO2, QK_NORMS, llama_like
 from megalite.frontends.huggingface.positions import (
     WINDOWS_AND_BASES,
@@ -95,11 +105,11 @@ PHI3 = replace(
     rules=(
         *llama_like(4096, 1e-5, rotary=rotary(share=("partial_rotary_factor", 1.0)), writes_head_dim=False),
         Rule(_check_unscaled),
-        hidden_dropout("embd_pdrop", "resid_pdrop"),
+        hidden_dropout(None, "resid_pdrop"),
         one_window(),
     ),
     layer=with_modules(LLAMA.layer, ("qkv", "attention.qkv", "self_attn.qkv_proj", _JOINED_QKV), _JOINED_UP),
-    without_effect=("original_max_position_embeddings",),  # of scaled positions
+    without_effect=("original_max_position_embeddings", "embd_pdrop"),  # of scaled positions; never read
     mtp=(),
 )
 _GLM = (
@@ -135,8 +145,14 @@ def _rounded(number: float) -> float:
     return rounded if math.isclose(rounded, number, rel_tol=1e-14) else number
 
 
+def _factor(hf: HFSettings, name: str) -> float:
+    if not isinstance(value := hf.get(name, 1.0), (int, float)) or value <= 0:
+        raise UserError(f"{hf.kind} with {name} {value} cannot be converted: numbers above 0 can")
+    return value
+
+
 def _read_scale(hf: HFSettings, fields: Fields) -> Fields:
-    divisor = _rounded(hf.get("attention_multiplier", 1.0) ** -2)
+    divisor = _rounded(_factor(hf, "attention_multiplier") ** -2)
     head_dim = fields.get("kv_channels") or fields["hidden_size"] // fields["num_attention_heads"]
     return {"query_pre_attn_scalar": None if divisor == head_dim else divisor}
 
@@ -151,7 +167,7 @@ MULTIPLIERS = (
         },
     ),
     Rule(
-        lambda hf, _: {"logit_multiplier": 1.0 / hf.get("logits_scaling", 1.0)},
+        lambda hf, _: {"logit_multiplier": 1.0 / _factor(hf, "logits_scaling")},
         lambda config: {"logits_scaling": _rounded(1.0 / config.logit_multiplier)},
     ),
 )
@@ -231,14 +247,26 @@ def _write_apertus_rotary(config: ModelConfig) -> Fields:
     return {"rope_parameters": {**scaling_of(config), "rope_theta": config.rotary_base}}
 
 
-_XIELU = Transform(  # and two numbers that are constants here: a slope, and a bound
-    lambda full, _: [full, full.new_tensor(0.5), full.new_tensor(-1e-6)], lambda parts, _: parts[0]
-)
+_SLOPE, _BOUND = 0.5, -1e-6
+"""Two numbers of xIELU, which files have, and which are constants here."""
+
+
+def _read_xielu(parts: Parts, _: Place) -> Tensor:
+    learned, slope, bound = parts
+    if abs(slope - _SLOPE) > 1e-3 or abs(bound - _BOUND) > 1e-8:  # bf16 rounds them
+        raise UserError(
+            f"xIELU with beta {slope:g} and eps {bound:g} cannot be converted: only 0.5 and -1e-6"
+        )
+    return learned
+
+
+_XIELU = Transform(lambda full, _: [full, full.new_tensor(_SLOPE), full.new_tensor(_BOUND)], _read_xielu)
 APERTUS = replace(
     LLAMA,
     model_type="apertus",
     architecture="ApertusForCausalLM",
     rules=(
+        only(mlp_bias=False, post_norm=False, qk_norm=True),
         *llama_like(
             65536,
             1e-5,

@@ -26,6 +26,7 @@ STARCODER2 = replace(
     model_type="starcoder2",
     architecture="Starcoder2ForCausalLM",
     rules=(
+        only(mlp_type="default", norm_type="layer_norm"),
         *llama_like(
             4096,
             1e-5,
@@ -40,6 +41,11 @@ STARCODER2 = replace(
     ),
     layer=with_modules(LLAMA.layer, ("mlp", "mlp.up", "mlp.c_fc"), ("mlp", "mlp.down", "mlp.c_proj")),
     tied=True,
+    # Published files have them; transformers' model does not read them.
+    without_effect=(
+        *("activation_function", "attention_softmax_in_fp32", "layer_norm_epsilon", "rms_norm_eps"),
+        *("scale_attention_softmax_in_fp32", "scale_attn_weights"),
+    ),
     mtp=(),
 )
 STABLELM = replace(

@@ -380,7 +380,7 @@ def _write_indices(config: ModelConfig) -> Fields:
 
 
 _HALF_ROTATED = Rule(lambda hf, _: read_rotary(hf, 10000.0, 0.5), rotary().write)
-"""Rule of positions of half of a head's elements, whatever the config says."""
+"""Rule of positions of half of a head's elements, unless `rope_parameters` has another share."""
 BAMBA = replace(
     GRANITEMOEHYBRID,
     model_type="bamba",

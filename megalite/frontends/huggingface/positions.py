@@ -253,8 +253,13 @@ def _read_types(
     size = hf.get("sliding_window", usual_size)
     every = hf.get(old_name, full_every) if old_name else full_every
     listed = hf.get("layer_types") is not None  # the number may then be a word, such as LLLG
+    if not listed and not isinstance(every, int):
+        raise UserError(f"{hf.kind} with {old_name} {every!r} cannot be converted without layer_types")
     layers = range(fields["num_layers"])
-    return size, _marks_of(hf, [listed or not every or (number + 1) % every != 0 for number in layers])
+    marks = _marks_of(hf, [listed or not every or (number + 1) % every != 0 for number in layers])
+    if size is None and listed and any(marks):
+        raise UserError(f"{hf.kind} with sliding_window None cannot be converted: layer_types lists windows")
+    return size, marks
 
 
 def windows_with_rotation(

@@ -99,7 +99,7 @@ def _experts(run: Run) -> str:
 def _data_phases(run: Run) -> str:
     """Return the phases of the training data and their weights, from the newest checkpoint."""
     description = {} if run.manifest is None else run.manifest.description
-    if not (mixture := description.get("corpora", {}).get("mixture")):
+    if not (mixture := (description.get("corpora") or {}).get("mixture")):  # None with --mock-data
         return ""
     consumed = description["progress"]["consumed_samples"]
     firsts = [first for first, *_ in mixture["phases"]]

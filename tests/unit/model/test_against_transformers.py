@@ -1087,13 +1087,7 @@ def build_theirs(kind, hf_config, seed):
     for name, parameter in model.named_parameters():
         is_norm_weight = parameter.dim() == 1 and name.endswith(".weight")
         noise = torch.randn(parameter.shape, generator=generator)
-        is_zero_centered = kind in (
-            "gemma",
-            "gemma2",
-            "gemma3",
-            "nemotron",
-        )  # their norms multiply by 1 + weight
-        mean = 1.0 if is_norm_weight and not is_zero_centered else 0.0
+        mean = 1.0 if is_norm_weight and kind not in ZERO_CENTERED else 0.0
         if kind == "gemma4" and name.endswith(("q_norm.weight", "k_norm.weight")):
             mean = 0.5  # its scores are not divided by the square root of the head size
         parameter.data.copy_(noise * 0.2 + mean)

@@ -134,8 +134,9 @@ def test_an_error_says_what_the_store_says(server: ObjectServer) -> None:
     with pytest.raises(UserError, match=r"s3://b/x: the store answers 403 Forbidden: check .* clock$"):
         open_object("s3://b/x")
     server.refusal = "NoSuchBucket"
-    with pytest.raises(FileNotFoundError, match=r"NoSuchBucket: It says why"):
-        folder.write("x", b"")
+    for call in (lambda: folder.write("x", b""), lambda: folder.delete(["x"])):
+        with pytest.raises(FileNotFoundError, match=r"NoSuchBucket: It says why"):
+            call()
     server.refusal = "AccessDenied"
     with pytest.raises(PermissionError, match=r"Permission denied: 's3://b/run/x'"):
         folder.read("x")

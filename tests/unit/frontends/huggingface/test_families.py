@@ -533,6 +533,17 @@ def test_a_converted_config_is_of_its_family(config):
         ),
         ({**Cohere2Config().to_dict(), "rotary_pct": 0.5}, "cohere2 with rotary_pct 0.5 cannot be"),
         (NemotronConfig(hidden_act="silu").to_dict(), "hidden_act 'silu' cannot be converted"),
+        ({**Starcoder2Config().to_dict(), "norm_type": "rms_norm"}, "starcoder2 with norm_type rms_norm"),
+        ({**GRANITE_HYBRID, "logits_scaling": 0}, "with logits_scaling 0 cannot be converted: numbers above"),
+        ({**GRANITE_HYBRID, "attention_multiplier": None}, "attention_multiplier None cannot be converted"),
+        (
+            {**GEMMA3, "sliding_window": None},
+            "gemma3_text with sliding_window None cannot be converted: layer_types lists windows",
+        ),
+        (
+            {**GEMMA3, "sliding_window_pattern": "LLLG", "layer_types": None},
+            "sliding_window_pattern 'LLLG' cannot be converted without layer_types",
+        ),
         ({"model_type": "gpt2", "vocab_size": 3}, "no n_layer or num_hidden_layers"),
     ],
 )
@@ -541,13 +552,30 @@ def test_what_the_model_has_not_is_refused(hf_config, cause):
         config_of(hf_config)
 
 
+def test_a_published_starcoder_has_settings_that_transformers_does_not_read():
+    of_15b = {"mlp_type": "default", "norm_type": "layer_norm", "rms_norm_eps": 1e-5}
+    plain = Starcoder2Config().to_dict()
+    assert config_of({**plain, **of_15b, "scale_attn_weights": True}) == config_of(plain)
+
+
+def test_other_constants_of_xielu_are_refused():
+    config = config_of({**ApertusConfig(num_hidden_layers=1, hidden_size=64).to_dict(), "qk_norm": True})
+    (entry,) = [each for each in all_entries(config) if each.ours.endswith("xielu.alpha_n")]
+    numbers = dict(zip(entry.theirs, (torch.ones(1), torch.tensor(0.5), torch.tensor(-1e-6)), strict=True))
+    rounded = {name: each.bfloat16() for name, each in numbers.items()}
+    assert entry.from_hf(numbers, config).tolist() == entry.from_hf(rounded, config).tolist() == [1.0]
+    for name, value in ((entry.theirs[1], 0.6), (entry.theirs[2], -1e-5)):
+        with pytest.raises(UserError, match=r"xIELU with beta .* cannot be converted"):
+            entry.from_hf({**numbers, name: torch.tensor(value)}, config)
+
+
 @pytest.mark.parametrize(
     ("hf_config", "of_embedding", "of_blocks"),
     [
         (SeedOssConfig(), 0.0, 0.1),
         (GPT2Config(embd_pdrop=0.0), 0.0, 0.1),
         (GPTJConfig(embd_pdrop=0.1), 0.1, 0.0),
-        (Phi3Config(embd_pdrop=0.3, resid_pdrop=0.3), 0.3, 0.3),
+        (Phi3Config(embd_pdrop=0.3, resid_pdrop=0.2), 0.0, 0.2),  # their model never reads the first
         (Starcoder2Config(residual_dropout=0.2), 0.0, 0.2),
     ],
 )

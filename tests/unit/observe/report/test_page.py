@@ -78,6 +78,9 @@ def test_phases_of_the_data_and_which_is_read(tmp_path: Path) -> None:
     assert "Data of" not in page([run])
     phases = [[0, {"web": 3.0, "code <c>": 1.0}, None], [100, {"web": 1.0}, [300, {"web": 0.5, "math": 0.5}]]]
     mixture = {"names": ["web", "code <c>", "math"], "phases": phases, "exhausted": {"math": 90, "web": 400}}
+    for record in (None, {"mixture": None}):
+        description = {"model": {}, "progress": {"consumed_samples": 1}, "corpora": record}
+        assert "Data of" not in page([replace(run, manifest=mock.Mock(description=description, tensors={}))])
     states = {0: ("now", "later"), 99: ("now", "later"), 100: ("over", "now")}
     for consumed, (first, second) in states.items():
         description = {"progress": {"consumed_samples": consumed}, "corpora": {"mixture": mixture}}

@@ -77,8 +77,12 @@ def model_values(config: Config) -> dict[str, Any]:
     for name in sorted(unknown):
         if getattr(model, name) != MODEL_FIELDS[name].default:
             raise UserError(f"megatron-core has no {flag_of(name)} {getattr(model, name)}: remove it")
-    if model.architecture != "gpt" or model.activation not in _ACTIVATIONS or model.rope_scaling != "none":
-        raise UserError("megatron-core is judged with GPT models, without --quick-geglu and --rope-scaling")
+    if model.activation not in _ACTIVATIONS:
+        raise UserError(
+            f"megatron-core has no --activation {model.activation}: pass {' or '.join(_ACTIVATIONS)}"
+        )
+    if model.architecture != "gpt" or model.rope_scaling != "none":
+        raise UserError("megatron-core is judged with GPT models, without --rope-scaling")
     if model.multi_latent_attention:
         raise UserError("--multi-latent-attention of megatron-core needs Transformer Engine: remove it")
     if model.position_embedding_type == "alibi":
