@@ -54,8 +54,8 @@ class CheckpointConfig:
     default_on_resume: ClassVar[OnResume] = OnResume.FREE
 
     save: str | None = option(None, allowed=FOLDER_OR_URL)
-    """Folder to save checkpoints to, at each --save-interval and at the end of the run; or s3://BUCKET/FOLDER
-    (also gs://, az://), to which ranks upload files while training goes on."""
+    """Folder to save checkpoints to, at each --save-interval and at the end; or s3://BUCKET/FOLDER (or gs://,
+    az://), to which ranks upload files while training goes on."""
     load: str | None = option(None, allowed=FOLDER_OR_URL)
     """Folder, or s3://BUCKET/FOLDER (also gs://, az://), to load the latest checkpoint from; the run resumes
     from it."""
