@@ -10,18 +10,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 
-from torch import Tensor
-
 from megalite.config import ModelConfig
-from megalite.frontends.huggingface.family import (
-    Module,
-    Parts,
-    Place,
-    Transform,
-    by_kind,
-    modules,
-    qkv_groups,
-)
+from megalite.frontends.huggingface.family import Module, Transform, by_kind, modules, qkv_groups
 from megalite.frontends.huggingface.llama import HEAD_LOGITS, LLAMA, OLMO2, QK_NORMS, llama_like
 from megalite.frontends.huggingface.positions import (
     WINDOWS_AND_BASES,
@@ -247,20 +237,9 @@ def _write_apertus_rotary(config: ModelConfig) -> Fields:
     return {"rope_parameters": {**scaling_of(config), "rope_theta": config.rotary_base}}
 
 
-_SLOPE, _BOUND = 0.5, -1e-6
-"""Two numbers of xIELU, which files have, and which are constants here."""
-
-
-def _read_xielu(parts: Parts, _: Place) -> Tensor:
-    learned, slope, bound = parts
-    if abs(slope - _SLOPE) > 1e-3 or abs(bound - _BOUND) > 1e-8:  # bf16 rounds them
-        raise UserError(
-            f"xIELU with beta {slope:g} and eps {bound:g} cannot be converted: only 0.5 and -1e-6"
-        )
-    return learned
-
-
-_XIELU = Transform(lambda full, _: [full, full.new_tensor(_SLOPE), full.new_tensor(_BOUND)], _read_xielu)
+_XIELU = Transform(  # and two numbers that are constants here: a slope, and a bound
+    lambda full, _: [full, full.new_tensor(0.5), full.new_tensor(-1e-6)], lambda parts, _: parts[0]
+)
 APERTUS = replace(
     LLAMA,
     model_type="apertus",

@@ -558,17 +558,6 @@ def test_a_published_starcoder_has_settings_that_transformers_does_not_read():
     assert config_of({**plain, **of_15b, "scale_attn_weights": True}) == config_of(plain)
 
 
-def test_other_constants_of_xielu_are_refused():
-    config = config_of({**ApertusConfig(num_hidden_layers=1, hidden_size=64).to_dict(), "qk_norm": True})
-    (entry,) = [each for each in all_entries(config) if each.ours.endswith("xielu.alpha_n")]
-    numbers = dict(zip(entry.theirs, (torch.ones(1), torch.tensor(0.5), torch.tensor(-1e-6)), strict=True))
-    rounded = {name: each.bfloat16() for name, each in numbers.items()}
-    assert entry.from_hf(numbers, config).tolist() == entry.from_hf(rounded, config).tolist() == [1.0]
-    for name, value in ((entry.theirs[1], 0.6), (entry.theirs[2], -1e-5)):
-        with pytest.raises(UserError, match=r"xIELU with beta .* cannot be converted"):
-            entry.from_hf({**numbers, name: torch.tensor(value)}, config)
-
-
 @pytest.mark.parametrize(
     ("hf_config", "of_embedding", "of_blocks"),
     [
