@@ -160,7 +160,10 @@ def main() -> None:
                 rates.setdefault(label, []).append(found)
         for label, found in rates.items():
             wall, cpu = (statistics.median(values) for values in zip(*found, strict=True))
-            print(f"{label:24}{wall:8.1f} MB/s{cpu:8.1f} MB/s of CPU time")
+            of_cpu = (
+                "" if flags.whole else f"{cpu:8.1f} MB/s of CPU time"
+            )  # datatrove's processes are not waited for
+            print(f"{label:24}{wall:8.1f} MB/s{of_cpu}")
         first, *others = rates
         for label in others:
             pairs = zip(rates[first], rates[label], strict=True)
@@ -168,7 +171,7 @@ def main() -> None:
                 statistics.median(values)
                 for values in zip(*((a[0] / b[0], a[1] / b[1]) for a, b in pairs), strict=True)
             )
-            print(f"{first} / {label:21}{wall:8.2f}{cpu:13.2f}")
+            print(f"{first} / {label:21}{wall:8.2f}" + ("" if flags.whole else f"{cpu:13.2f}"))
 
 
 if __name__ == "__main__":

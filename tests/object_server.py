@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from email.utils import formatdate
+from functools import lru_cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import NamedTuple
@@ -262,6 +263,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Print nothing."""
 
 
+@lru_cache(maxsize=256)  # an object has as many requests as parts that are read of it
 def _tag(data: bytes) -> str:
     return f'"{hashlib.md5(data).hexdigest()}"'
 
