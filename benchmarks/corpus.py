@@ -160,9 +160,8 @@ def main() -> None:
                 rates.setdefault(label, []).append(found)
         for label, found in rates.items():
             wall, cpu = (statistics.median(values) for values in zip(*found, strict=True))
-            of_cpu = (
-                "" if flags.whole else f"{cpu:8.1f} MB/s of CPU time"
-            )  # datatrove's processes are not waited for
+            # datatrove does not wait for its processes, so that their time is unknown.
+            of_cpu = "" if flags.whole else f"{cpu:8.1f} MB/s of CPU time"
             print(f"{label:24}{wall:8.1f} MB/s{of_cpu}")
         first, *others = rates
         for label in others:
