@@ -10,12 +10,10 @@ from megalite.frontends.huggingface.experts import (
     SHARED_WIDTH,
     WIDTH,
     biased_scores,
-    expert_bias,
-    expert_modules,
     experts,
     has_experts,
     modules_with_some_experts,
-    shared_expert_modules,
+    routed_and_shared_modules,
     written_groups,
 )
 from megalite.frontends.huggingface.family import modules
@@ -33,12 +31,7 @@ from megalite.frontends.huggingface.settings import (
     where,
 )
 
-_MLP = "model.layers.{}.mlp"
-EXPERTS = (
-    *expert_modules(_MLP),
-    *shared_expert_modules(f"{_MLP}.shared_experts"),
-    *expert_bias(f"{_MLP}.gate.e_score_correction_bias"),
-)
+EXPERTS = routed_and_shared_modules("shared_experts", "gate.e_score_correction_bias")
 """Modules of a layer with experts."""
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from megalite.config import ModelConfig
 from megalite.frontends.huggingface.family import Module, Transform, by_kind, modules, qkv_groups
-from megalite.frontends.huggingface.llama import HEAD_LOGITS, LLAMA, OLMO2, QK_NORMS, llama_like
+from megalite.frontends.huggingface.llama import HEAD_LOGITS, LLAMA, OLMO2, QK_NORMS, WITHOUT_MTP, llama_like
 from megalite.frontends.huggingface.positions import (
     WINDOWS_AND_BASES,
     layer_types,
@@ -48,18 +48,22 @@ def with_modules(layer: Iterable[Module], *rows: tuple[object, ...]) -> tuple[Mo
     return (*(module for module in layer if module.ours not in new), *new.values())
 
 
+FINAL_LAYERNORM = tuple(
+    replace(module, theirs=("model.final_layernorm",)) if module.ours == "final_norm" else module
+    for module in LLAMA.ends
+)
+"""Modules outside of the layers where the last norm has this name."""
 ARCEE = replace(
-    LLAMA,
+    WITHOUT_MTP,
     model_type="arcee",
     architecture="ArceeForCausalLM",
     rules=(*llama_like(4096, 1e-5, function=activation("hidden_act", "relu2")), biases(mlp=None)),
     layer=with_modules(LLAMA.layer, ("mlp", "mlp.up", "mlp.up_proj")),
-    mtp=(),
 )
 
 
 SEED_OSS = replace(
-    LLAMA,
+    WITHOUT_MTP,
     model_type="seed_oss",
     architecture="SeedOssForCausalLM",
     rules=(
@@ -70,7 +74,6 @@ SEED_OSS = replace(
         switch("attention_out_bias", "add_attention_output_bias", False, "has_attention_output_bias"),
         _MLP_BIAS,
     ),
-    mtp=(),
 )
 
 _JOINED_QKV = by_kind(qkv_groups)
@@ -89,7 +92,7 @@ def _check_unscaled(hf: HFSettings, fields: Fields) -> Fields:
 
 
 PHI3 = replace(
-    LLAMA,
+    WITHOUT_MTP,
     model_type="phi3",
     architecture="Phi3ForCausalLM",
     rules=(
@@ -100,7 +103,6 @@ PHI3 = replace(
     ),
     layer=with_modules(LLAMA.layer, ("qkv", "attention.qkv", "self_attn.qkv_proj", _JOINED_QKV), _JOINED_UP),
     without_effect=("original_max_position_embeddings", "embd_pdrop"),  # of scaled positions; never read
-    mtp=(),
 )
 _GLM = (
     *llama_like(131072, 1.5625e-07, rotary=rotary(share=("partial_rotary_factor", 0.5)), head_dim=128),
@@ -109,12 +111,11 @@ _GLM = (
 )
 """Rules of GLM and GLM-4."""
 GLM = replace(
-    LLAMA,
+    WITHOUT_MTP,
     model_type="glm",
     architecture="GlmForCausalLM",
     rules=_GLM,
     layer=with_modules(LLAMA.layer, _JOINED_UP),
-    mtp=(),
 )
 GLM4 = replace(
     GLM,
@@ -163,11 +164,10 @@ MULTIPLIERS = (
 )
 """Rules of Granite's four factors: of embeddings, outputs of blocks, scores and, as a divisor, logits."""
 GRANITE = replace(
-    LLAMA,
+    WITHOUT_MTP,
     model_type="granite",
     architecture="GraniteForCausalLM",
     rules=(*LLAMA.rules, *MULTIPLIERS),
-    mtp=(),
 )
 GRANITE_SWA = replace(
     GRANITE,
@@ -210,13 +210,12 @@ HUNYUAN_QK_NORMS = modules(
     ("norm", "key_norm", "key_layernorm"),
 )
 HUNYUAN_V1_DENSE = replace(
-    LLAMA,
+    WITHOUT_MTP,
     model_type="hunyuan_v1_dense",
     architecture="HunYuanDenseV1ForCausalLM",
     rules=HUNYUAN_RULES,
     layer=(*LLAMA.layer, *HUNYUAN_QK_NORMS),
     without_effect=("eod_token_id",),
-    mtp=(),
 )
 
 
@@ -241,7 +240,7 @@ _XIELU = Transform(  # and two numbers that are constants here: a slope, and a b
     lambda full, _: [full, full.new_tensor(0.5), full.new_tensor(-1e-6)], lambda parts, _: parts[0]
 )
 APERTUS = replace(
-    LLAMA,
+    WITHOUT_MTP,
     model_type="apertus",
     architecture="ApertusForCausalLM",
     rules=(
@@ -271,7 +270,6 @@ APERTUS = replace(
             only_if=lambda config: config.activation == "xielu",
         ),
     ),
-    mtp=(),
 )
 
 ERNIE = (
@@ -280,15 +278,14 @@ ERNIE = (
 )
 """Rules of all ERNIE 4.5."""
 ERNIE4_5 = replace(
-    LLAMA,
+    WITHOUT_MTP,
     model_type="ernie4_5",
     architecture="Ernie4_5ForCausalLM",
     rules=(*llama_like(131072, 1e-5, rotary=rotary(500000.0), head_dim=128), *ERNIE),
     tied=True,
-    mtp=(),
 )
 HELIUM = replace(
-    LLAMA,
+    WITHOUT_MTP,
     model_type="helium",
     architecture="HeliumForCausalLM",
     rules=(
@@ -299,14 +296,12 @@ HELIUM = replace(
         switch(*QKV_BIAS, False, "has_qkv_bias"),
         _MLP_BIAS,
     ),
-    mtp=(),
 )
 MINISTRAL = replace(
-    LLAMA,
+    WITHOUT_MTP,
     model_type="ministral",
     architecture="MinistralForCausalLM",
     rules=(only(attention_bias=False, mlp_bias=False), *llama_like(131072), layer_types(full_every=0)),
-    mtp=(),
 )
 
 EXAONE4 = replace(

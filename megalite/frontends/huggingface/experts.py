@@ -132,6 +132,20 @@ def expert_bias(name: str) -> tuple[Module, ...]:
     return modules("", "", row, only_if=lambda config: config.moe_router_enable_expert_bias)
 
 
+def routed_and_shared_modules(shared: str, bias: str, router: str = "gate") -> tuple[Module, ...]:
+    """Return the modules of a layer with routed and shared experts and a bias of the scores.
+
+    Args:
+        shared, bias, router: their names of these in the block.
+    """
+    block = "model.layers.{}.mlp"
+    return (
+        *expert_modules(block, router=router),
+        *shared_expert_modules(f"{block}.{shared}"),
+        *expert_bias(f"{block}.{bias}"),
+    )
+
+
 def modules_with_some_experts(dense: Iterable[Module], of_experts: Iterable[Module]) -> tuple[Module, ...]:
     """Return the modules of the layers of a model of which some may have experts.
 

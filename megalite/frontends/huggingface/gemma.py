@@ -15,7 +15,7 @@ from megalite.frontends.huggingface.family import (
     modules,
     qkv_groups,
 )
-from megalite.frontends.huggingface.llama import LLAMA, QK_NORMS, llama_like
+from megalite.frontends.huggingface.llama import LLAMA, QK_NORMS, WITHOUT_MTP, llama_like
 from megalite.frontends.huggingface.positions import FULL, layer_types, rotary_by_layer
 from megalite.frontends.huggingface.settings import (
     HF_GATES,
@@ -41,7 +41,7 @@ def _read_causal(hf: HFSettings, _: Fields) -> Fields:
 ROOT_OF_WIDTH = Rule(lambda hf, fields: {"embedding_multiplier": fields["hidden_size"] ** 0.5})
 """Rule of token embeddings that are multiplied by the square root of the hidden size."""
 GEMMA = replace(
-    LLAMA,
+    WITHOUT_MTP,
     model_type="gemma",
     architecture="GemmaForCausalLM",
     rules=(
@@ -58,7 +58,6 @@ GEMMA = replace(
     ),
     tied=True,
     without_effect=("hidden_activation",),
-    mtp=(),
 )
 _GEMMA = (
     biases(),

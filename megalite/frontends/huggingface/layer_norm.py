@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megalite.frontends.huggingface.dense import with_modules
+from megalite.frontends.huggingface.dense import FINAL_LAYERNORM, with_modules
 from megalite.frontends.huggingface.family import VOCABULARY, modules
-from megalite.frontends.huggingface.llama import LLAMA, llama_like
+from megalite.frontends.huggingface.llama import LLAMA, WITHOUT_MTP, llama_like
 from megalite.frontends.huggingface.positions import one_window, rotary, windows_with_rotation
 from megalite.frontends.huggingface.settings import (
     Rule,
@@ -21,8 +21,9 @@ from megalite.frontends.huggingface.settings import (
 
 _LAYER_NORM = fixed(normalization="LayerNorm")
 _SHARED_NORM = fixed(parallel_residual=True, parallel_shared_norm=True)
+_ONE_NORM = tuple(module for module in LLAMA.layer if module.ours != "layers.{}.mlp_norm")
 STARCODER2 = replace(
-    LLAMA,
+    WITHOUT_MTP,
     model_type="starcoder2",
     architecture="Starcoder2ForCausalLM",
     rules=(
@@ -46,10 +47,9 @@ STARCODER2 = replace(
         *("activation_function", "attention_softmax_in_fp32", "layer_norm_epsilon", "rms_norm_eps"),
         *("scale_attention_softmax_in_fp32", "scale_attn_weights"),
     ),
-    mtp=(),
 )
 STABLELM = replace(
-    LLAMA,
+    WITHOUT_MTP,
     model_type="stablelm",
     architecture="StableLmForCausalLM",
     rules=(
@@ -72,10 +72,9 @@ STABLELM = replace(
         else module
         for module in LLAMA.layer
     ),
-    mtp=(),
 )
 PHI = replace(
-    LLAMA,
+    WITHOUT_MTP,
     model_type="phi",
     architecture="PhiForCausalLM",
     rules=(
@@ -94,13 +93,12 @@ PHI = replace(
         hidden_dropout("embd_pdrop", "resid_pdrop"),
     ),
     ends=(
-        *(module for module in LLAMA.ends if module.ours != "final_norm"),
-        *modules("", "model.", ("norm", "final_norm", "final_layernorm")),
+        *FINAL_LAYERNORM,
         *modules("", "", ("vector", "output.bias", "lm_head.bias", VOCABULARY)),
     ),
     layer=(
         *with_modules(
-            (module for module in LLAMA.layer if module.ours != "layers.{}.mlp_norm"),
+            _ONE_NORM,
             ("attention_output", "attention.projection", "self_attn.dense"),
             ("mlp", "mlp.up", "mlp.fc1"),
             ("mlp", "mlp.down", "mlp.fc2"),
@@ -113,10 +111,9 @@ PHI = replace(
             only_if=lambda config: config.qk_layernorm,
         ),
     ),
-    mtp=(),
 )
 NEMOTRON = replace(
-    LLAMA,
+    WITHOUT_MTP,
     model_type="nemotron",
     architecture="NemotronForCausalLM",
     rules=(
@@ -132,7 +129,6 @@ NEMOTRON = replace(
         biases(mlp=None),
     ),
     layer=with_modules(LLAMA.layer, ("mlp", "mlp.up", "mlp.up_proj")),
-    mtp=(),
 )
 
 
@@ -150,14 +146,13 @@ def _cohere(positions: Rule) -> tuple[Rule, ...]:
 
 
 COHERE = replace(
-    LLAMA,
+    WITHOUT_MTP,
     model_type="cohere",
     architecture="CohereForCausalLM",
     rules=_cohere(rotary(500000.0)),
-    layer=tuple(module for module in LLAMA.layer if module.ours != "layers.{}.mlp_norm"),
+    layer=_ONE_NORM,
     tied=True,
     without_effect=("model_max_length",),
-    mtp=(),
 )
 COHERE2 = replace(
     COHERE,

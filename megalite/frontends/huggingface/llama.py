@@ -127,6 +127,8 @@ LLAMA = Family(
         ("norm", "final_norm", "shared_head.norm"),
     ),
 )
+WITHOUT_MTP = replace(LLAMA, mtp=())
+"""Llama's tables for families without multi-token prediction."""
 QK_NORMS = modules(
     "layers.{}.attention.",
     "model.layers.{}.self_attn.",
@@ -270,7 +272,7 @@ OLMO3 = replace(
 
 
 _WIDTH = "intermediate_size"
-_ATTENTION = tuple(module for module in LLAMA.layer if ".mlp." not in module.ours)
+ATTENTION = tuple(module for module in LLAMA.layer if ".mlp." not in module.ours)
 MIXTRAL = replace(
     LLAMA,
     model_type="mixtral",
@@ -281,7 +283,7 @@ MIXTRAL = replace(
         one_window(),
         *experts("num_local_experts", _WIDTH),
     ),
-    layer=(*_ATTENTION, *expert_modules("model.layers.{}.block_sparse_moe", "w1", "w3", "w2")),
+    layer=(*ATTENTION, *expert_modules("model.layers.{}.block_sparse_moe", "w1", "w3", "w2")),
     other_names={".mlp.": ".block_sparse_moe."},
     experts={"experts.gate_up_proj": ("w1", "w3"), "experts.down_proj": ("w2",)},
 )
@@ -299,7 +301,7 @@ OLMOE = replace(
         fixed(qk_layernorm=True, qk_layernorm_width="all_heads"),
     ),
     layer=(
-        *_ATTENTION,
+        *ATTENTION,
         *QK_NORMS,
         *expert_modules("model.layers.{}.mlp"),
     ),
@@ -401,7 +403,7 @@ GPT_OSS = replace(
         layer_types(full_every=2),
     ),
     layer=(
-        *_ATTENTION,
+        *ATTENTION,
         *HEAD_LOGITS,
         *modules(
             "layers.{}.",

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from megalite.config import ModelConfig
 from megalite.config.model.recurrence import MambaSpec
-from megalite.frontends.huggingface.dense import JOINED_ROWS, MULTIPLIERS
+from megalite.frontends.huggingface.dense import FINAL_LAYERNORM, JOINED_ROWS, MULTIPLIERS
 from megalite.frontends.huggingface.experts import (
     SEPARATE,
     SHARED_WIDTH,
@@ -35,7 +35,7 @@ from megalite.frontends.huggingface.family import (
     modules,
     with_kernel_dim,
 )
-from megalite.frontends.huggingface.llama import LLAMA, llama_like
+from megalite.frontends.huggingface.llama import WITHOUT_MTP, llama_like
 from megalite.frontends.huggingface.positions import read_rotary, rotary
 from megalite.frontends.huggingface.settings import (
     HF_GATES,
@@ -50,7 +50,7 @@ from megalite.frontends.huggingface.settings import (
     switch,
     where,
 )
-from megalite.frontends.huggingface.sparse import GRANITEMOE, granite_experts
+from megalite.frontends.huggingface.sparse import GRANITE_EXPERTS, GRANITEMOE
 from megalite.utils.errors import UserError
 
 _LETTERS = {
@@ -124,6 +124,10 @@ def _attention_modules(theirs: str) -> tuple[Module, ...]:
     )
 
 
+def _has_experts(_: HFSettings, fields: Fields) -> bool:
+    return "E" in fields["hybrid_override_pattern"]
+
+
 NEMOTRON_H = Family(
     "nemotron_h",
     "NemotronHForCausalLM",
@@ -144,7 +148,7 @@ NEMOTRON_H = Family(
         setting("time_step_min", "mamba_min_time_step", 0.001, "mamba.min_time_step"),
         switch("use_bias", "mamba_bias", False, "has_mamba_bias"),
         where(
-            lambda hf, fields: "E" in fields["hybrid_override_pattern"],
+            _has_experts,
             lambda config: config.has_experts,
             replace(
                 only(n_shared_experts=1, norm_topk_prob=True),
@@ -232,9 +236,13 @@ def _read_pairs(hf: HFSettings, _: Fields) -> Fields:
 
 
 def _write_pairs(config: ModelConfig) -> Fields:
-    mixers = (config.hybrid_override_pattern or "*-" * config.num_layers)[::2]
-    kinds = [_BLOCKS.get(letter, "mlp") for letter in mixers]
+    kinds = [_BLOCKS.get(letter, "mlp") for letter in _mixers(config)]
     return {"layer_types": kinds, "num_hidden_layers": len(kinds)}
+
+
+def _mixers(config: ModelConfig) -> str:
+    """Return the letters of every second layer, which are those of the mixers in a model of pairs."""
+    return (config.hybrid_override_pattern or "*-" * config.num_layers)[::2]
 
 
 def _read_head_dim(hf: HFSettings, fields: Fields) -> Fields:
@@ -277,10 +285,6 @@ def _write_positions(config: ModelConfig) -> Fields:
     return rotary().write(config) | {"position_embedding_type": "rope"}
 
 
-def _has_experts(hf: HFSettings, fields: Fields) -> bool:
-    return "E" in fields["hybrid_override_pattern"]
-
-
 _MAMBA_OF_PAIRS = (
     setting("mamba_n_heads", "mamba_num_heads", 128, "mamba.num_heads"),
     Rule(_read_head_dim, _write_head_dim),
@@ -307,7 +311,7 @@ def _mixers_of_pairs(mlp_norm: str) -> tuple[Module, ...]:
 
 
 GRANITEMOEHYBRID = replace(
-    LLAMA,
+    WITHOUT_MTP,
     model_type="granitemoehybrid",
     architecture="GraniteMoeHybridForCausalLM",
     rules=(
@@ -317,7 +321,7 @@ GRANITEMOEHYBRID = replace(
         setting("num_attention_heads", "num_attention_heads"),
         setting("num_key_value_heads", "num_query_groups", None),
         where(
-            lambda hf, fields: "E" not in fields["hybrid_override_pattern"],
+            lambda hf, fields: not _has_experts(hf, fields),
             lambda config: not config.has_experts,
             setting("shared_intermediate_size", "ffn_hidden_size", 1024),
             Rule(write=lambda _: {"num_local_experts": 0}),
@@ -356,12 +360,11 @@ GRANITEMOEHYBRID = replace(
                 ("linear", "down", "output_linear"),
                 only_in=has_experts,
             ),
-            *in_layers_that(has_experts, *granite_experts("model.layers.{}")),
+            *in_layers_that(has_experts, *GRANITE_EXPERTS),
         )
     ),
     other_names=GRANITEMOE.other_names,
     without_effect=("mamba_chunk_size", "init_method", "normalization_function"),
-    mtp=(),
 )
 
 
@@ -374,7 +377,7 @@ def _read_indices(hf: HFSettings, _: Fields) -> Fields:
 
 
 def _write_indices(config: ModelConfig) -> Fields:
-    mixers = (config.hybrid_override_pattern or "*-" * config.num_layers)[::2]
+    mixers = _mixers(config)
     found = [number for number, letter in enumerate(mixers) if letter == "*"]
     return {"attn_layer_indices": found, "num_hidden_layers": len(mixers)}
 
@@ -392,10 +395,7 @@ BAMBA = replace(
         *_MAMBA_OF_PAIRS,
         biases(mlp=None),
     ),
-    ends=(
-        *(module for module in LLAMA.ends if module.ours != "final_norm"),
-        *modules("", "model.", ("norm", "final_norm", "final_layernorm")),
-    ),
+    ends=FINAL_LAYERNORM,
     layer=tuple(
         replace(module, per_layer=2)
         for module in (

@@ -38,11 +38,20 @@ from megalite.frontends.huggingface.experts import (
     experts,
     has_experts,
     modules_with_some_experts,
+    routed_and_shared_modules,
     shared_expert_modules,
 )
-from megalite.frontends.huggingface.family import Module, Place, Transform, by_kind, modules, qkv_groups
+from megalite.frontends.huggingface.family import Place, Transform, by_kind, modules, qkv_groups
 from megalite.frontends.huggingface.gemma import ROOT_OF_WIDTH
-from megalite.frontends.huggingface.llama import LLAMA, OLMO2, OLMO_RULES, QK_NORMS, llama_like
+from megalite.frontends.huggingface.llama import (
+    ATTENTION,
+    LLAMA,
+    OLMO2,
+    OLMO_RULES,
+    QK_NORMS,
+    WITHOUT_MTP,
+    llama_like,
+)
 from megalite.frontends.huggingface.positions import last_windows, rotary, windows_with_rotation
 from megalite.frontends.huggingface.settings import (
     Fields,
@@ -56,7 +65,7 @@ from megalite.frontends.huggingface.settings import (
 from megalite.utils.errors import UserError
 
 _MLP = "model.layers.{}.mlp"
-_ATTENTION = tuple(module for module in LLAMA.layer if ".mlp." not in module.ours)
+_COUNT = "num_experts num_local_experts"
 _LOGITS = "output_router_logits"
 """Their setting of an output, which in families without a balance loss does not change the loss."""
 FLEX_OLMO = replace(
@@ -67,7 +76,7 @@ FLEX_OLMO = replace(
         only(output_router_logits=False),
         *llama_like(4096, rotary=rotary(500000.0), writes_head_dim=False),
         *OLMO_RULES,
-        *experts("num_experts num_local_experts", "intermediate_size", loss=("router_aux_loss_coef", 0.01)),
+        *experts(_COUNT, "intermediate_size", loss=("router_aux_loss_coef", 0.01)),
         WEIGHTS_OF_CHOSEN,
     ),
     layer=(
@@ -86,7 +95,7 @@ def _read_normalized(hf: HFSettings, _: Fields) -> Fields:
 
 
 DOTS1 = replace(
-    LLAMA,
+    WITHOUT_MTP,
     model_type="dots1",
     architecture="Dots1ForCausalLM",
     rules=(
@@ -100,10 +109,9 @@ DOTS1 = replace(
     layer=(*modules_with_some_experts(LLAMA.layer, EXPERTS), *QK_NORMS),
     without_effect=(_LOGITS,),
     experts=FUSED_EXPERTS,
-    mtp=(),
 )
 SOLAR_OPEN = replace(
-    LLAMA,
+    WITHOUT_MTP,
     model_type="solar_open",
     architecture="SolarOpenForCausalLM",
     rules=(
@@ -112,10 +120,9 @@ SOLAR_OPEN = replace(
         switch(*QKV_BIAS, False, "has_qkv_bias"),
         *routed_and_shared(COUNT, 1.0, biased_scores()),
     ),
-    layer=(*_ATTENTION, *EXPERTS),
+    layer=(*ATTENTION, *EXPERTS),
     without_effect=(_LOGITS, "intermediate_size"),
     experts=FUSED_EXPERTS,
-    mtp=(),
 )
 
 
@@ -146,7 +153,7 @@ def _layer_kinds(old_name: str = "") -> Rule:
 _IN_ONE_GROUP = only(n_group=1, topk_group=1)
 _BIASED = replace(biased_scores(), write=Rule().write)  # in one group
 EXAONE_MOE = replace(
-    LLAMA,
+    WITHOUT_MTP,
     model_type="exaone_moe",
     architecture="ExaoneMoeForCausalLM",
     rules=(
@@ -155,29 +162,22 @@ EXAONE_MOE = replace(
         windows_with_rotation(4, "sliding_window_pattern"),
         _layer_kinds("first_k_dense_replace"),
         in_layers_of_experts(
-            *routed_and_shared(
-                "num_experts num_local_experts", 2.5, biased_scores(), num_shared="num_shared_experts"
-            )
+            *routed_and_shared(_COUNT, 2.5, biased_scores(), num_shared="num_shared_experts")
         ),
     ),
     layer=(
         *modules_with_some_experts(
             LLAMA.layer,
-            (
-                *expert_modules(_MLP),
-                *shared_expert_modules(f"{_MLP}.shared_experts"),
-                *expert_bias(f"{_MLP}.e_score_correction_bias"),
-            ),
+            routed_and_shared_modules("shared_experts", "e_score_correction_bias"),
         ),
         *QK_NORMS,
     ),
     without_effect=(_LOGITS,),
     experts=FUSED_EXPERTS,
     other_names={".mlp.gate.e_score_correction_bias": ".mlp.e_score_correction_bias"},
-    mtp=(),
 )
 HY_V3 = replace(
-    LLAMA,
+    WITHOUT_MTP,
     model_type="hy_v3",
     architecture="HYV3ForCausalLM",
     rules=(
@@ -189,7 +189,7 @@ HY_V3 = replace(
         _layer_kinds(),
         in_layers_of_experts(
             *routed_and_shared(
-                "num_experts num_local_experts",
+                _COUNT,
                 2.826,
                 _BIASED,
                 num_shared="num_shared_experts",
@@ -200,11 +200,7 @@ HY_V3 = replace(
     layer=(
         *modules_with_some_experts(
             LLAMA.layer,
-            (
-                *expert_modules(_MLP, router="router.gate"),
-                *shared_expert_modules(f"{_MLP}.shared_mlp"),
-                *expert_bias(f"{_MLP}.expert_bias"),
-            ),
+            routed_and_shared_modules("shared_mlp", "expert_bias", "router.gate"),
         ),
         *QK_NORMS,
     ),
@@ -215,7 +211,6 @@ HY_V3 = replace(
         ".mlp.e_score_correction_bias": ".mlp.expert_bias",
         ".mlp.shared_experts.": ".mlp.shared_mlp.",
     },
-    mtp=(),
 )
 
 
@@ -227,7 +222,7 @@ def _gated_groups(place: Place) -> tuple[int, Sequence[int]]:
 _SCALE = "mup_enabled"
 _GATED_QKV = "self_attn.q_proj self_attn.gate_proj self_attn.k_proj self_attn.v_proj"
 AFMOE = replace(
-    LLAMA,
+    WITHOUT_MTP,
     model_type="afmoe",
     architecture="AfmoeForCausalLM",
     rules=(
@@ -244,7 +239,7 @@ AFMOE = replace(
         after_dense("num_dense_layers", 1),
         in_layers_of_experts(
             *routed_and_shared(
-                "num_experts num_local_experts",
+                _COUNT,
                 1.0,
                 _BIASED,
                 num_shared="num_shared_experts",
@@ -261,34 +256,24 @@ AFMOE = replace(
                 ("norm", "mlp_norm", "pre_mlp_layernorm"),
                 ("norm", "mlp_output_norm", "post_mlp_layernorm"),
             ),
-            (
-                *expert_modules(_MLP, router="router.gate"),
-                *shared_expert_modules(f"{_MLP}.shared_experts"),
-                *expert_bias(f"{_MLP}.expert_bias"),
-            ),
+            routed_and_shared_modules("shared_experts", "expert_bias", "router.gate"),
         ),
         *QK_NORMS,
     ),
     without_effect=(_LOGITS, "load_balance_coeff", "use_grouped_mm"),  # of training and of kernels
     experts=FUSED_EXPERTS,
-    mtp=(),
 )
 _BLOCK = "block_sparse_moe."
-
-
-def granite_experts(layer: str) -> tuple[Module, ...]:
-    """Return the modules of Granite's routed experts; `layer` is their name of a layer."""
-    return modules(
-        "layers.{}.mlp.",
-        f"{layer}.{_BLOCK}",
-        ("table", "router", "router.layer"),
-        ("table", "up", "input_linear", JOINED_HALVES),
-        ("table", "down", "output_linear"),
-    )
-
-
+GRANITE_EXPERTS = modules(
+    "layers.{}.mlp.",
+    f"model.layers.{{}}.{_BLOCK}",
+    ("table", "router", "router.layer"),
+    ("table", "up", "input_linear", JOINED_HALVES),
+    ("table", "down", "output_linear"),
+)
+"""Granite's routed experts."""
 GRANITEMOE = replace(
-    LLAMA,
+    WITHOUT_MTP,
     model_type="granitemoe",
     architecture="GraniteMoeForCausalLM",
     rules=(
@@ -298,23 +283,19 @@ GRANITEMOE = replace(
         *experts("num_local_experts num_experts", "intermediate_size"),
         *MULTIPLIERS,
     ),
-    layer=(
-        *_ATTENTION,
-        *granite_experts("model.layers.{}"),
-    ),
+    layer=(*ATTENTION, *GRANITE_EXPERTS),
     other_names={
         f"{_BLOCK}experts.gate_up_proj": f"{_BLOCK}input_linear.weight",
         f"{_BLOCK}experts.down_proj": f"{_BLOCK}output_linear.weight",
         f"{_BLOCK}router.weight": f"{_BLOCK}router.layer.weight",
     },
-    mtp=(),
 )
 
 _TOPK = "moe_topk num_experts_per_tok"
 
 
 def _read_topk(hf: HFSettings, _: Fields) -> Fields:
-    topk, count = hf[_TOPK], hf["num_experts num_local_experts"]
+    topk, count = hf[_TOPK], hf[_COUNT]
     of_layers = {*topk} if isinstance(topk, list) else {topk}
     if len(of_layers) != 1 or count == 1:
         raise UserError(
@@ -325,24 +306,23 @@ def _read_topk(hf: HFSettings, _: Fields) -> Fields:
 
 
 HUNYUAN_V1_MOE = replace(
-    LLAMA,
+    WITHOUT_MTP,
     model_type="hunyuan_v1_moe",
     architecture="HunYuanMoEV1ForCausalLM",
     rules=(
         *HUNYUAN_RULES,
-        *experts("num_experts num_local_experts", "intermediate_size", _TOPK, loss=None),
+        *experts(_COUNT, "intermediate_size", _TOPK, loss=None),
         Rule(_read_topk),
         Rule(lambda _, fields: {SHARED_WIDTH: fields["ffn_hidden_size"]}),
     ),
     layer=(
-        *_ATTENTION,
+        *ATTENTION,
         *HUNYUAN_QK_NORMS,
         *expert_modules(_MLP, router="gate.wg"),
         *shared_expert_modules(f"{_MLP}.shared_mlp"),
     ),
     without_effect=(_LOGITS, "eod_token_id"),
     experts=FUSED_EXPERTS,
-    mtp=(),
 )
 
 
@@ -364,7 +344,7 @@ def _write_ernie_layers(config: ModelConfig) -> Fields:
 _BIAS = "moe_statics.e_score_correction_bias"
 _ONE_ROW = Transform(lambda full, _: [full.unsqueeze(0)], lambda parts, _: parts[0].squeeze(0))
 ERNIE4_5_MOE = replace(
-    LLAMA,
+    WITHOUT_MTP,
     model_type="ernie4_5_moe",
     architecture="Ernie4_5_MoeForCausalLM",
     rules=(
@@ -389,5 +369,4 @@ ERNIE4_5_MOE = replace(
     tied=True,
     experts=FUSED_EXPERTS,
     other_names={f".mlp.gate.{_BIAS}": f".mlp.{_BIAS}"},
-    mtp=(),
 )
