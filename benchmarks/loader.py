@@ -39,9 +39,9 @@ SEED = 1234
 CPU = torch.device("cpu")
 
 
-def write_corpus(prefix: str, num_tokens: int) -> None:
+def write_corpus(prefix: str, num_tokens: int, seed: int = SEED) -> None:
     """Random uint16 tokens in documents of about 800."""
-    rng = np.random.default_rng(SEED)
+    rng = np.random.default_rng(seed)
     lengths = rng.lognormal(6.2, 1.0, num_tokens // 800).astype(np.int32) + 1
     with IndexedWriter(prefix, "uint16") as writer:
         writer.add_documents(rng.integers(0, 50000, lengths.sum(), dtype=np.uint16), lengths)

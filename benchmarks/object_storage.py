@@ -6,8 +6,8 @@ take turns. It prints medians over the rounds: tokens per second from the openin
 sample, the bytes that the store sent for each byte of the samples, and the process's memory. megatron-core
 reads a shard of 256 MiB for almost every sample, so it reads fewer of them.
 
-    python benchmarks/object_storage.py
-    python benchmarks/object_storage.py --python VENV/bin/python --only megalite,streaming
+    python -m benchmarks.object_storage
+    python -m benchmarks.object_storage --python VENV/bin/python --only megalite,streaming
 
 VENV has megalite's packages, boto3, megatron-core and mosaicml-streaming: programs without theirs are named.
 """
@@ -24,10 +24,8 @@ import tempfile
 from collections import defaultdict
 from pathlib import Path
 
-import numpy as np
-
+from benchmarks.loader import write_corpus
 from megalite.data.dataset_merge import list_shards
-from megalite.data.indexed_dataset import IndexedWriter
 from tests.object_server import ObjectServer, object_server, settings_for
 
 LENGTH, BATCH, SHARDS = 2048, 4, 4
@@ -123,12 +121,9 @@ with MDSWriter(out=sys.argv[1], columns={"tokens": "ndarray:uint16:2049"}) as wr
 
 def fill(server: ObjectServer, folder: Path, num_tokens: int, python: str) -> None:
     """Serve a corpus in shards, and the same tokens in the format of mosaicml-streaming."""
-    rng = np.random.default_rng(1)
     names = [str(folder / f"shard-{number}") for number in range(SHARDS)]
-    for name in names:
-        lengths = rng.lognormal(6.2, 1.0, num_tokens // SHARDS // 800).astype(np.int32) + 1
-        with IndexedWriter(name, "uint16") as writer:
-            writer.add_documents(rng.integers(0, 50000, lengths.sum(), dtype=np.uint16), lengths)
+    for seed, name in enumerate(names):
+        write_corpus(name, num_tokens // SHARDS, seed)
     list_shards(names, str(folder / "corpus"))
     files = [f"{name}.bin" for name in names]
     subprocess.run([python, "-c", WRITE_MDS, str(folder / "mds"), *files], check=False, capture_output=True)
@@ -165,7 +160,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="parts of names of programs, separated by commas")
     parser.add_argument("--python", default=sys.executable, help="Python that has the programs' packages")
     flags = parser.parse_args()
-    chosen = {name for part in flags.only.split(",") for name in PROGRAMS if part in name}
+    chosen = [name for name in PROGRAMS if any(part in name for part in flags.only.split(","))]
     found = defaultdict[str, list[tuple[float, ...]]](list)
     with object_server() as server, tempfile.TemporaryDirectory() as name:
         fill(server, Path(name), flags.tokens, flags.python)

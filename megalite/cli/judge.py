@@ -110,7 +110,8 @@ def judge_config(flags: Sequence[str], num_iterations: int, module: ModuleType) 
         each for each in MODEL_FIELDS if each.endswith("dropout") and getattr(config.model, each)
     ]:
         log.info("dropout is switched off: %s", ", ".join(dropouts))
-    changes |= {each: MODEL_FIELDS[each].default and 0.0 for each in dropouts}  # None is that of others
+    # One that is None by default follows another, which is switched off.
+    changes |= {each: None if MODEL_FIELDS[each].default is None else 0.0 for each in dropouts}
     changes["train_iters"] = num_iterations
     config = with_fields(config, **changes)
     config = with_fields(config, mock_data=not config.data.corpus_options())
