@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, NamedTuple, Protocol
 
+from megalite.utils.errors import UserError
 from megalite.utils.files import partial_name, read_regular, replace_file
 
 LATEST = "latest"
@@ -30,6 +31,10 @@ PREFIX = "iter_"
 NAME = re.compile(rf"{PREFIX}([0-9]{{7,18}})")
 _REPLACED = re.compile(rf"\.{NAME.pattern}\.replaced")
 _UNFINISHED = re.compile(r"\.(iter_[0-9]{7,18}|latest|run_id)(\.[0-9a-f]{16})?\.(partial|replaced|deleted)")
+
+
+class SaveError(UserError):
+    """Raised if a checkpoint cannot be written; earlier checkpoints are unchanged."""
 
 
 class Listing(NamedTuple):

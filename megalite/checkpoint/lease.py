@@ -27,9 +27,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megalite.checkpoint.folder import remove_leftovers
+from megalite.checkpoint.folder import SaveError, remove_leftovers
 from megalite.checkpoint.lease_files import MISSING, NAME, LeaseFiles, files_at
-from megalite.checkpoint.save_agreement import SaveError
 from megalite.distributed.agreement import wait_for_all
 from megalite.distributed.regroup import GENERATION
 from megalite.distributed.topology import Topology

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megalite.checkpoint.folder import (
+    SaveError,
     iterations_in,
     name_of,
     put_in_place,
@@ -43,8 +44,7 @@ from megalite.checkpoint.manifest import (
 )
 from megalite.checkpoint.parameter_range import Tensors
 from megalite.checkpoint.peer_copies import PeerCopies, nodes_of_ranks, read_domains
-from megalite.checkpoint.save import Contents, plan_save
-from megalite.checkpoint.save_agreement import SaveAgreement, SaveError
+from megalite.checkpoint.save import Contents, SaveAgreement, plan_save
 from megalite.checkpoint.stored_run import StoredRun, iterations_at
 from megalite.checkpoint.tensor_files import FilePiece, write_file
 from megalite.config import CheckpointConfig

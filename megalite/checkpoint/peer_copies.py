@@ -16,8 +16,8 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from megalite.checkpoint.folder import SaveError
 from megalite.checkpoint.manifest import SUMS, TEXTS
-from megalite.checkpoint.save_agreement import SaveError
 from megalite.checkpoint.tensor_files import DiskFile
 from megalite.distributed.rendezvous import GLOO_INTERFACE, own_address
 from megalite.distributed.topology import Topology

@@ -17,15 +17,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megalite.checkpoint.folder import LocalRun, Retention, RunFolder
+from megalite.checkpoint.folder import LocalRun, Retention, RunFolder, SaveError
 from megalite.checkpoint.host_copy import HostCopy
 from megalite.checkpoint.lease import FolderLease, LeaseLost
 from megalite.checkpoint.local_saves import LocalSave, LocalSaves
 from megalite.checkpoint.parameter_range import Tensors
-from megalite.checkpoint.save import Contents, Save, plan_save
-from megalite.checkpoint.save_agreement import SaveAgreement, SaveError
-from megalite.checkpoint.staged_saves import upload_staged
-from megalite.checkpoint.stored_run import StoredRun
+from megalite.checkpoint.save import Contents, Save, SaveAgreement, plan_save
+from megalite.checkpoint.stored_run import StoredRun, upload_staged
 from megalite.checkpoint.tensor_files import FilePiece
 from megalite.config import CheckpointConfig
 from megalite.distributed.axis import CHECKPOINT

@@ -106,7 +106,7 @@ def launch_kernel(
     Returns:
         The result, of the shape and dtype of `x`, and the sums in at least fp32, with one dim, or None.
     """
-    from megalite.kernels import triton_dropout as kernels  # imports Triton, which a CPU does not need
+    from megalite.kernels import triton_random as kernels  # imports Triton, which a CPU does not need
 
     x, sample_numbers = x.contiguous(), sample_numbers.contiguous()
     bias, residual = (None if each is None else each.contiguous() for each in (bias, residual))

@@ -111,7 +111,7 @@ def launch(
     *site: int,
 ) -> None:
     """Run the Triton kernel."""
-    from megalite.kernels import triton_moments as kernels  # imports Triton, which a CPU does not need
+    from megalite.kernels import triton_random as kernels  # imports Triton, which a CPU does not need
 
     if not exp_avg.numel():
         return

@@ -326,18 +326,17 @@ def reference_backward(scores: Tensor, grad: Tensor, log_sums: Tensor, *argument
 def launch(scores: Tensor, *arguments: Any) -> Tensor:
     """Run the Triton kernel of the forward."""
     log_sums = _fake(scores)
-    _launch("forward_kernel", (scores, log_sums), *arguments)
+    _launch("softmax_kernel", (scores, log_sums), *arguments)
     return log_sums
 
 
 def launch_backward(scores: Tensor, grad: Tensor, log_sums: Tensor, *arguments: Any) -> None:
     """Run the Triton kernel of the backward."""
-    _launch("backward_kernel", (scores, grad, log_sums), *arguments)
+    _launch("softmax_backward_kernel", (scores, grad, log_sums), *arguments)
 
 
 def _launch(name: str, tensors: tuple[Tensor, ...], *arguments: Any) -> None:
-    from megalite.kernels import triton_softmax as kernels  # imports Triton, which a CPU does not need
-    from megalite.kernels.triton_dropout import wide_type
+    from megalite.kernels import triton_random as kernels  # imports Triton, which a CPU does not need
 
     scores = tensors[0]
     slopes, starts, ends, samples, scale, p, key, base, first, seq_length = arguments
@@ -350,7 +349,7 @@ def _launch(name: str, tensors: tuple[Tensor, ...], *arguments: Any) -> None:
             *tensors,
             *(slopes, *documents, samples if p else None),
             *(n, rows, keys, first, seq_length, scale, key, base, keep_threshold(p), 1.0 / (1.0 - p)),
-            WIDE=wide_type(scores.dtype),
+            WIDE=kernels.wide_type(scores.dtype),
             ALIGNED=seq_length % 4 == 0 and base % 4 == 0,
             N=min(_MAX_KEYS, max(4, 1 << (keys - 1).bit_length())),
             enable_fp_fusion=True,  # Triton 3.9 warns without it: 3.10 plans another default

@@ -40,7 +40,7 @@ memory has base e.
 import triton
 import triton.language as tl
 
-from megalite.kernels.triton_dropout import kept_elements
+from megalite.kernels.triton_random import kept_elements
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megalite.attention.exchange import HeadExchange
+from megalite.attention.core import HeadExchange
 from megalite.attention.positions import PositionInfo
 from megalite.config import RecomputeConfig
 from megalite.data.batch.microbatch import BlockOutput, SampleNumbers

@@ -13,8 +13,16 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megalite.data.batch.microbatch import LossTerm, Terms, WithTerms, add_terms
 from megalite.distributed.collectives import OverlapSlots
-from megalite.pipeline.messages import Batch, Direction, Step, direction_of, plan_rank, reader_of, source_of
-from megalite.pipeline.point_to_point import PointToPoint
+from megalite.pipeline.messages import (
+    Batch,
+    Direction,
+    PointToPoint,
+    Step,
+    direction_of,
+    plan_rank,
+    reader_of,
+    source_of,
+)
 from megalite.pipeline.schedules import (
     SCHEDULES,
     Action,

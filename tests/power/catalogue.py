@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.attention import core, exchange, kernels, plain, positions, ring
+from megalite.attention import core, kernels, plain, positions, ring
 from megalite.checkpoint import load
 from megalite.checkpoint.convert import average
 from megalite.checkpoint.parameter_range import ParameterRange
@@ -53,8 +53,8 @@ from megalite.optim import (
     reduce_handle,
     weight_gathering,
 )
-from megalite.pipeline import executor, point_to_point
-from megalite.pipeline.point_to_point import PointToPoint
+from megalite.pipeline import executor, messages
+from megalite.pipeline.messages import PointToPoint
 from megalite.pipeline.schedules import ActionKind
 from megalite.tensor_parallel import (
     counter_random,
@@ -754,7 +754,7 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
          before(lambda x, axis: (x / axis.size, axis))),
         ("slices of keys are gathered in another order", "cp2", collectives, "start_all_gather",
          after(lambda pending, *_: _rolled(pending, halves=True))),
-        ("heads return in the order of another rank", "cp2+a2a", exchange, "_to_tokens",
+        ("heads return in the order of another rank", "cp2+a2a", core, "_to_tokens",
          after(lambda y, x, cp: y.roll(x.shape[2], dims=2))),
         ("exchanged heads have the ALiBi slopes of the first ones", "cp2+a2a", parameter_spec.LayerContext,
          "attention_heads", lambda original, _: property(
@@ -794,9 +794,9 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
              self, axis, held, softmax._replace(
                  parameters=tuple(x + math.log(2.0) for x in softmax.parameters)), kernel)), "gpt-oss"),
         ("slices of ranks that exchange heads stay in the order of the ranks", "cp4+a2a+p2p",
-         exchange.KeyRanks, "of", after(_in_plain_order)),
+         core.KeyRanks, "of", after(_in_plain_order)),
         ("tokens of the only layer that exchanges heads stay in the order of the ranks", "cp2",
-         exchange.KeyRanks, "of", after(_in_plain_order),
+         core.KeyRanks, "of", after(_in_plain_order),
          "mixed"),
         ("exchanged heads of a ring have the ALiBi slopes of the first ones", "cp4+a2a+p2p",
          parameter_spec.LayerContext, "attention_heads", lambda original, _: property(
@@ -816,7 +816,7 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
          parameter_spec.LayerContext, "ranges_by_samples", after(lambda groups, self, num_positions, _: [
              (numbers, (range(num_positions),) if len(groups) > 1 else runs) for numbers, runs in groups]),
          "packed"),
-        ("tokens of assigned documents recur in the order of the ranks", "cp2+p2p+dynamic", exchange,
+        ("tokens of assigned documents recur in the order of the ranks", "cp2+p2p+dynamic", core,
          "_rows", instead(lambda x, order: x), "hybrid"),
         ("every slice adds an order loss", "cp2", bert_stage.BertStage, "_order_loss",
          after(lambda loss, self, *_: loss + 1.0 * self.context.topology.positions.index), "bert"),
@@ -919,7 +919,7 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
          before(lambda stored: (stored[:-1],))),
         ("a stored weight gradient is computed twice", "pp2zb", executor, "run_stored",
          before(lambda stored: ([*stored, *(each for each in stored if each.weight.dim() == 1)],))),
-        ("a message overtakes the one before", "pp2", point_to_point, "_launch_each", _overtaking),
+        ("a message overtakes the one before", "pp2", messages, "_launch_each", _overtaking),
     ],
     "gradient norm": [
         ("both copies of a tied embedding count", "pp2", optimizer.Optimizer, "_is_copied",
@@ -1042,7 +1042,7 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
              q, k, v, decay, rate, None, state)), "hybrid"),
         ("convolutions of later stages see the document before", "pp2", recurrent_mixer.ShortConvolution,
          "forward", _on_later_stages(lambda self, x, starts, before: (self, x, None, before)), "hybrid"),
-        ("slices recur with the convolution of the first heads", "cp2", exchange.HeadExchange, "own",
+        ("slices recur with the convolution of the first heads", "cp2", core.HeadExchange, "own",
          lambda original, _: lambda self, each: (
              original(self, each) if each.dim() == 1 else each.chunk(self.ranks.size)[0]), "hybrid"),
         ("tokens of zigzag slices recur in the order of the ranks", "cp2+p2p", HeldPositions,

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from megalite.observe.judge.program import Piece, ProgramFault
-from megalite.observe.judge.rank_record import RankRecord
-from megalite.observe.judge.trace import Observation
+from megalite.observe.judge.rank_record import Observation, RankRecord
 
 
 class FullTensor(NamedTuple):

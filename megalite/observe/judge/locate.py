@@ -17,8 +17,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from megalite.observe.judge.factors import named_factor
-from megalite.observe.judge.trace import Observation
+from megalite.observe.judge.compare import named_factor
+from megalite.observe.judge.rank_record import Observation
 from megalite.observe.verify.compare_runs import magnitude
 
 _AGREES = 1e-8

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from megalite.config import Config
 from megalite.train.callbacks.audit import Audit
-from megalite.train.callbacks.goodput import Goodput
-from megalite.train.callbacks.metrics_logging import ExpertLogging, LayerNorms, MetricsLogging, OptimizerNorms
+from megalite.train.callbacks.metrics_logging import (
+    ExpertLogging,
+    Goodput,
+    LayerNorms,
+    MetricsLogging,
+    OptimizerNorms,
+)
 from megalite.train.callbacks.module_profile import ModuleProfile
 from megalite.train.callbacks.nan_locator import NanLocation
 from megalite.train.callbacks.profiler import Profiler

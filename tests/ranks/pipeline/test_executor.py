@@ -11,8 +11,7 @@ from megalite.data.batch.microbatch import LossTerm, WithTerms
 from megalite.distributed.axis import observing
 from megalite.distributed.local_ranks import RankError
 from megalite.pipeline.executor import Pipeline
-from megalite.pipeline.messages import MAX_OPEN_BATCHES
-from megalite.pipeline.point_to_point import PointToPoint
+from megalite.pipeline.messages import MAX_OPEN_BATCHES, PointToPoint
 from megalite.pipeline.schedules import SCHEDULES, Action, ActionKind, peak_in_flight
 from megalite.tensor_parallel.gemm import WeightGradientStore
 from megalite.utils.errors import UserError

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from megalite.checkpoint import peer_copies
+from megalite.checkpoint.folder import SaveError
 from megalite.checkpoint.peer_copies import PeerCopies, read_domains
-from megalite.checkpoint.save_agreement import SaveError
 from megalite.utils.errors import UserError
 
 

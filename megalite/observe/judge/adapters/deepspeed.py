@@ -41,7 +41,7 @@ from transformers.integrations.deepspeed import deepspeed_sp_compute_loss
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from megalite.config import Config
-from megalite.observe.judge.hf_models import from_megalite, hf_class, hf_config, saved_tensors
+from megalite.observe.judge.adapters.transformers import from_megalite, hf_class, hf_config, saved_tensors
 from megalite.observe.judge.program import Piece, Program, refuse_unmapped
 from megalite.observe.verify.layouts import Layout
 from megalite.utils.errors import UserError

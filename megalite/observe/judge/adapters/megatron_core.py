@@ -41,11 +41,13 @@ from megalite.config.model.model_config import padded_vocab_size
 from megalite.observe.judge.adapters.megatron.on_cpu import on_cpu
 from megalite.observe.judge.adapters.megatron.settings import (
     filled,
+    from_megalite,
     layout_values,
     model_values,
     optimizer_values,
+    piece_of,
+    whole_name,
 )
-from megalite.observe.judge.adapters.megatron.weights import from_megalite, piece_of, whole_name
 from megalite.observe.judge.program import Piece, Program, ProgramFault, positions_in
 from megalite.observe.verify.layouts import Layout
 from megalite.utils.errors import UserError

@@ -35,8 +35,7 @@ from torchtitan.tools import utils as titan_utils
 
 from megalite.config import Config
 from megalite.frontends.huggingface.families import to_hf
-from megalite.observe.judge.dtensors import piece_of
-from megalite.observe.judge.program import Piece, Program, refuse_unmapped, whole_number
+from megalite.observe.judge.program import Piece, Program, piece_of, refuse_unmapped, whole_number
 from megalite.observe.verify.layouts import Layout
 from megalite.utils.errors import UserError
 from megalite.utils.torch_private import disable_context_parallelism

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megalite.observe.judge.locate import first_difference
-from megalite.observe.judge.trace import Observation
+from megalite.observe.judge.rank_record import Observation
 
 SIZES = {"tp": 2, "dp": 4}
 FULL = torch.randn(6, 2, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

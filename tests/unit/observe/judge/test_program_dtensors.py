@@ -12,8 +12,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from megalite.config import ParallelConfig
 from megalite.distributed.local_ranks import run_ranks
-from megalite.observe.judge.dtensors import piece_of
-from megalite.observe.judge.program import positions_in
+from megalite.observe.judge.program import piece_of, positions_in
 
 
 def _distributed_positions(topology, rows):

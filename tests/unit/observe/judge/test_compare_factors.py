@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megalite.observe.judge.factors import factor_of, named_factor
+from megalite.observe.judge.compare import factor_of, named_factor
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from unittest import mock
 
 import pytest
 
-from megalite.checkpoint.save_agreement import SaveError
+from megalite.checkpoint.folder import SaveError
 from megalite.checkpoint.saver import Saver
 from megalite.checkpoint.stored_run import StoredRun
 from megalite.distributed.topology import Topology

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from megalite.config import CheckpointConfig
-from megalite.train.callbacks import goodput
-from megalite.train.callbacks.goodput import Goodput
+from megalite.train.callbacks import metrics_logging
+from megalite.train.callbacks.metrics_logging import Goodput
 
 
 def test_iterations_that_ran_again_do_not_count(
@@ -21,7 +21,7 @@ def test_iterations_that_ran_again_do_not_count(
     shown: list[dict[str, float]] = []
     writers: Any = SimpleNamespace(scalars=lambda _, values: shown.append(values))
     read = {name: lambda: clock.now for name in ("time", "monotonic", "perf_counter")}
-    monkeypatch.setattr(goodput, "time", SimpleNamespace(**read))
+    monkeypatch.setattr(metrics_logging, "time", SimpleNamespace(**read))
 
     def at(start: float, loads: str = "runs/a") -> Any:
         config = SimpleNamespace(checkpoint=CheckpointConfig(save="runs/a", load=loads))
