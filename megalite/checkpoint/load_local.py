@@ -12,13 +12,7 @@ from megalite.checkpoint.compatibility import loads_optimizer
 from megalite.checkpoint.folder import name_of
 from megalite.checkpoint.load import LoadPlan, plan_load
 from megalite.checkpoint.local_saves import LocalSaves, known_run_id, part_of, parts_in
-from megalite.checkpoint.manifest import (
-    DamagedCheckpoint,
-    Manifest,
-    TensorRecord,
-    dtype_name,
-    read_manifest,
-)
+from megalite.checkpoint.manifest import DamagedCheckpoint, Manifest, TensorRecord, dtype_name, read_manifest
 from megalite.checkpoint.parameter_range import ParameterRange, Tensors
 from megalite.checkpoint.relayout import HeldPieces, exchange
 from megalite.checkpoint.stored_run import StoredRun, newest_at

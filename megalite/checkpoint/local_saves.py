@@ -35,13 +35,7 @@ from megalite.checkpoint.folder import (
     sync_folder,
 )
 from megalite.checkpoint.lease import FolderLease
-from megalite.checkpoint.manifest import (
-    DamagedCheckpoint,
-    Manifest,
-    damage_of,
-    read_manifest,
-    seal,
-)
+from megalite.checkpoint.manifest import DamagedCheckpoint, Manifest, damage_of, read_manifest, seal
 from megalite.checkpoint.parameter_range import Tensors
 from megalite.checkpoint.peer_copies import PeerCopies, nodes_of_ranks, read_domains
 from megalite.checkpoint.save import Contents, SaveAgreement, plan_save

@@ -12,12 +12,7 @@ from types import FrameType
 from typing import Any
 
 from megalite.config.option import flag_of, flag_with_value
-from megalite.data.preprocessing.documents import (
-    MAX_DOCUMENT_BYTES,
-    TEXT_DOCUMENTS,
-    find_inputs,
-    input_kind,
-)
+from megalite.data.preprocessing.documents import MAX_DOCUMENT_BYTES, TEXT_DOCUMENTS, find_inputs, input_kind
 from megalite.data.preprocessing.input_plan import PreprocessJob
 from megalite.data.preprocessing.preprocess import num_cores, preprocess, problems_of
 from megalite.data.preprocessing.preprocessing_report import PreprocessingProgress, skipped_text

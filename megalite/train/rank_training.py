@@ -18,11 +18,7 @@ from megalite.config.config import layout_source
 from megalite.config.validate import problems_in_any_layout, unused_options
 from megalite.data.samples import Samples
 from megalite.data.tokenizers.tokenizer import configured_tokenizer
-from megalite.distributed.rendezvous import (
-    Launch,
-    refusal_reported,
-    several_by_other_launcher,
-)
+from megalite.distributed.rendezvous import Launch, refusal_reported, several_by_other_launcher
 from megalite.distributed.topology import Topology
 from megalite.frontends.command_line import ParsedRun
 from megalite.model.stage import StageProvider, is_own_model

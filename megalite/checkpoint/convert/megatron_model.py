@@ -12,11 +12,7 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.convert.foreign_files import StandIn
-from megalite.checkpoint.convert.model_settings import (
-    Settings,
-    parameters_of,
-    precision_of,
-)
+from megalite.checkpoint.convert.model_settings import Settings, parameters_of, precision_of
 from megalite.checkpoint.progress import TrainingProgress
 from megalite.config import Config, ModelConfig
 from megalite.config.fields import MODEL_FIELDS, config_fields

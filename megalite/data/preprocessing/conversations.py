@@ -12,12 +12,7 @@ import numpy.typing as npt
 
 from megalite.data.preprocessing.documents import DocumentRecord, RecordError, encode_utf8, parse_object
 from megalite.data.tokenizers import IdArray
-from megalite.data.tokenizers.chat_template import (
-    ChatTemplate,
-    Message,
-    chat_template_of,
-    describe_message,
-)
+from megalite.data.tokenizers.chat_template import ChatTemplate, Message, chat_template_of, describe_message
 from megalite.data.tokenizers.tokenizer import Tokenizer
 
 ASSISTANT = "assistant"

@@ -40,12 +40,7 @@ from megalite.train.telemetry.time_terms import (
     time_sample,
 )
 from megalite.train.telemetry.timers import PostedProfile, Timed, WallClock, clock_for
-from megalite.train.tracing import (
-    ITERATION,
-    Recorder,
-    seconds_by_action,
-    seconds_by_category,
-)
+from megalite.train.tracing import ITERATION, Recorder, seconds_by_action, seconds_by_category
 from megalite.train.trainer import Trainer
 from megalite.utils.log import THIS_RANK, log
 
