@@ -91,8 +91,6 @@ class Backend(NamedTuple):
 
 
 def _sdpa(*kernels: SDPBackend) -> Backend:
-    """Return the backend that calls scaled_dot_product_attention with one of these kernels."""
-
     def build(config: ModelConfig, context: LayerContext) -> Kernel:
         return SdpaKernel(config, context, *by_speed(kernels, context.device))
 
@@ -130,7 +128,6 @@ def _sdpa_refusal(kernels: tuple[SDPBackend, ...], case: Case) -> str:
 
 
 def _blocks_refusal(kernels: tuple[SDPBackend, ...], case: Case) -> str:
-    """Return why PyTorch's kernels do not compute attention in blocks; empty if they do."""
     need = f"in blocks, as --cp-comm-type {case.context.layer_cp_comm_type} needs"
     if kernels != (_FLASH,):
         return f"it does not compute attention {need}"
@@ -143,7 +140,6 @@ def _blocks_refusal(kernels: tuple[SDPBackend, ...], case: Case) -> str:
 
 
 def _head_sizes(spec: AttentionSpec) -> str:
-    """Return the sizes of heads as text."""
     if spec.value_dim == spec.head_dim:
         return f"head size {spec.head_dim}"
     return f"heads of {spec.head_dim} elements with values of {spec.value_dim}"
@@ -176,7 +172,6 @@ def _tensors(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
 
 
 def _parameters(case: Case) -> torch.backends.cuda.SDPAParams:
-    """Return the arguments of scaled_dot_product_attention for one sample."""
     q, k, v, bias = _tensors(case)
     return torch.backends.cuda.SDPAParams(q, k, v, bias, 0.0, bias is None, q.shape[1] != k.shape[1])
 
@@ -226,7 +221,6 @@ def _triton_refusal(case: Case) -> str:
 
 
 def _machine_refusal(case: Case) -> str:
-    """Return why this machine cannot run attention kernels in Triton; empty if it can."""
     if case.device != "cuda" or not torch.cuda.is_available():  # a plan or dry run, on meta tensors
         return ""
     if problem := compile_problem("cuda"):

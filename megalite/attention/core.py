@@ -312,7 +312,6 @@ def _attend_in_ring(core: LayerCore, q: Tensor, k: Tensor, v: Tensor, softmax: C
 
 
 def _of_sample(softmax: CausalSoftmax, index: int) -> CausalSoftmax:
-    """Return the softmax of one of the samples."""
     own, drop = slice(index, index + 1), softmax.drop
     if drop is not None:
         drop = drop._replace(sample_numbers=drop.sample_numbers[own])

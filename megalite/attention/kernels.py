@@ -428,7 +428,6 @@ class FlexKernel(Kernel):
         return bias
 
     def _capped(self, cap: float | None, bias: Callable[..., Tensor] | None) -> Callable[..., Tensor] | None:
-        """Return the function that caps a scaled score and adds the bias."""
         if cap is None:
             return bias
 

@@ -280,7 +280,6 @@ def _tokens_of(x: Tensor, slices: Sequence[slice]) -> Tensor:
 
 
 def _packed(k: Tensor, v: Tensor) -> Tensor:
-    """Return keys and values of the same tokens in one flat tensor."""
     return torch.cat((k, v), dim=3).flatten()
 
 

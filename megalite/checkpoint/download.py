@@ -212,7 +212,6 @@ class _Blocks:
         lock.flush()
 
     def _numbers(self, begin: int, end: int) -> range:
-        """Return the numbers of the blocks with bytes `begin` to `end`."""
         numbers = range(begin // self._size, -(-end // self._size))
         if numbers.stop > len(self._digests):
             raise self._damaged("its header is damaged")

@@ -372,7 +372,6 @@ def _check_layers(manifest: Manifest, num_layers: int) -> None:
 
 
 def _check_state(manifest: Manifest, checkpoint: CheckpointConfig) -> None:
-    """Raise an error if the checkpoint has no optimizer state and the run needs it."""
     if _NUM_STEPS not in manifest.tensors and loads_optimizer(checkpoint):
         raise UserError(
             f"checkpoint {manifest.title} has no optimizer state (it was saved with --no-save-optim, or "

@@ -117,22 +117,29 @@ def _pieces_in(parts: Iterable[Manifest]) -> HeldPieces:
     return held
 
 
-def held_parts(config: CheckpointConfig, reached: int | None = None) -> list[HeldPart]:
-    """Return the parts of the run's local saves that are on this node, without verifying their bytes.
-
-    Args:
-        reached: last iteration of the run so far. Parts of later ones are deleted: an earlier run in the same
-            folder has left them on a node that was a spare since.
-    """
+def held_parts(config: CheckpointConfig) -> list[HeldPart]:
+    """Return the parts of the run's local saves that are on this node, without verifying their bytes."""
     found: list[HeldPart] = []
     with suppress(OSError):  # the start reports it
-        run_id = known_run_id(config.save) if config.save else None
-        if run_id is None or config.non_persistent_local_ckpt_dir is None:
-            return found
-        for iteration, folder in parts_in(Path(config.non_persistent_local_ckpt_dir) / run_id):
-            if reached is not None and iteration > reached:
-                shutil.rmtree(folder, ignore_errors=True)
-                continue
+        for iteration, folder in _parts_here(config):
             with suppress(DamagedCheckpoint, OSError, LookupError, TypeError, ValueError):
                 found.append(HeldPart(iteration, *part_of(read_manifest(folder))))
     return found
+
+
+def delete_parts_after(config: CheckpointConfig, reached: int) -> None:
+    """Delete the parts of iterations after `reached`, the last one of the run so far.
+
+    An earlier run in the same folder has left them on a node that was a spare since.
+    """
+    with suppress(OSError):
+        for iteration, folder in _parts_here(config):
+            if iteration > reached:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _parts_here(config: CheckpointConfig) -> Iterable[tuple[int, Path]]:
+    run_id = known_run_id(config.save) if config.save else None
+    if run_id is None or config.non_persistent_local_ckpt_dir is None:
+        return ()
+    return parts_in(Path(config.non_persistent_local_ckpt_dir) / run_id)

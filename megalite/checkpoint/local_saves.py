@@ -274,7 +274,6 @@ class LocalSaves:
 
 
 def _folders_in(root: Path) -> list[Path]:
-    """Return the folders of ranks on this node."""
     return sorted(folder for folder in root.glob("rank_*") if _FOLDER.fullmatch(folder.name))
 
 
@@ -401,7 +400,6 @@ class LocalSave:
         return self.saves.root / _folder_of(rank) / name_of(self.contents.iteration)
 
     def _begin(self) -> str:
-        """Return a new name for the save."""
         return self._checked(secrets.token_hex(8))
 
     def _checked(self, text: str) -> str:

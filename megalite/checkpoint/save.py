@@ -148,7 +148,6 @@ class SaveAgreement:
             return _Answer(False, f"rank {self.rank} failed:\n{traceback.format_exc()}")
 
     def _remove(self, key: str, rank: int) -> _Answer:
-        """Return a rank's answer, and delete it from the store."""
         if not self._store.check([key]):
             return _Answer(False, f"rank {rank} does not answer: it is gone or hangs")
         answer = _unpacked(self._store.get(key))
@@ -287,7 +286,7 @@ class Contents:
         return Contents(progress.iteration, description, to_yaml(config))
 
 
-@dataclass(frozen=True)
+@dataclass
 class Save:
     """Checkpoint that any layout can load.
 
@@ -310,8 +309,8 @@ class Save:
     is_written: threading.Event = field(default_factory=threading.Event)
     is_staged: threading.Event = field(default_factory=threading.Event)
     _completing: threading.Lock = field(default_factory=threading.Lock, repr=False)
-    _is_complete: threading.Event = field(default_factory=threading.Event, repr=False)
-    _is_left: threading.Event = field(default_factory=threading.Event, repr=False)
+    _is_complete: bool = False
+    _is_left: bool = False
 
     @property
     def name(self) -> str:
@@ -422,7 +421,6 @@ class Save:
         seal(partial, {**contents.description, WRITTEN: written}, contents.config_text, files)
 
     def _stem(self, partial: Path) -> str:
-        """Return how the names of this rank's files begin."""
         return self.folder.file_stem(self.file_name.removesuffix(".safetensors"), partial)
 
     def _send(self, partial: Path) -> None:
@@ -434,15 +432,15 @@ class Save:
     def leave(self) -> bool:
         """Keep rank 0 from completing the checkpoint from now on; return False if it is complete already."""
         with self._completing:
-            self._is_left.set()
-            return not self._is_complete.is_set()
+            self._is_left = True
+            return not self._is_complete
 
     def _publish(self, partial: Path) -> None:
         with self._completing:
-            if self._is_left.is_set():
+            if self._is_left:
                 raise SaveError("the run has ended")
             self.folder.publish(partial, self.name, self._check_lease)
-            self._is_complete.set()
+            self._is_complete = True
         self._check_lease()
         try:
             deleted = self.folder.prune(self.contents.iteration, self.retention, self.cleans_up)

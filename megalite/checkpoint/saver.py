@@ -1,24 +1,22 @@
-"""Save a run, one checkpoint at a time: immediately, or in the background while training continues.
-
-In the background, tensors are first copied to host memory (`HostCopy`).
-"""
+"""Save a run, one checkpoint at a time: immediately, or from a copy while training continues."""
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import secrets
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megalite.checkpoint.folder import LocalRun, Retention, RunFolder, SaveError
-from megalite.checkpoint.host_copy import HostCopy
 from megalite.checkpoint.lease import FolderLease, LeaseLost
 from megalite.checkpoint.local_saves import LocalSave, LocalSaves
 from megalite.checkpoint.parameter_range import Tensors
@@ -31,7 +29,87 @@ from megalite.distributed.collectives import all_reduce
 from megalite.distributed.topology import Topology
 from megalite.tensor_parallel.parameter_spec import ParameterShard
 from megalite.utils.errors import UserError, few, first_line
+from megalite.utils.hardware.host_memory import allocate_bytes, pin
 from megalite.utils.log import log
+
+_ALIGNMENT = 64
+
+
+class HostCopy:
+    """Copy of a rank's pieces in host memory, which is reused for each save.
+
+    The copy runs while training computes the next gradients, which does not change the tensors. Training
+    calls `protect` before it writes to them, and waits there for the rest of the copy. The first copy
+    allocates the memory; later copies allocate only if they need more.
+
+    Args:
+        device: device of the tensors; some of them can be in host memory.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._done: torch.cuda.Event | None = None
+        self._pairs: list[tuple[Tensor, Tensor]] = []
+        self._filled = threading.Event()
+
+    def take(self, pieces: Mapping[str, FilePiece]) -> dict[str, FilePiece]:
+        """Start a copy of the pieces; it is complete once `fill` returns, and valid until the next call."""
+        starts, size = dict[str, int](), 0  # in bytes
+        for name, piece in pieces.items():
+            starts[name] = size
+            size += -(-piece.num_bytes // _ALIGNMENT) * _ALIGNMENT
+        if size > self._memory.numel():
+            self._pairs = []  # free the old memory first
+            self._memory = torch.empty(0, dtype=torch.uint8)
+            self._memory = allocate_bytes(size)
+            if self._stream is not None:
+                pin(self._memory)
+        copies = {name: self._at(starts[name], piece.tensor) for name, piece in pieces.items()}
+        pairs = [(copies[name], piece.tensor.detach().contiguous()) for name, piece in pieces.items()]
+        self._pairs = [pair for pair in pairs if pair[1].device.type == "cpu"]
+        self._filled.clear()
+        if self._stream is not None:
+            self._copy_on(self._stream, [pair for pair in pairs if pair[1].device.type != "cpu"])
+        return {name: FilePiece(copies[name], piece.range) for name, piece in pieces.items()}
+
+    def fill(self) -> None:
+        """Copy the pieces, or wait until the GPU has copied them; any thread can call this."""
+        try:
+            for copy, tensor in self._pairs:
+                # Copy in one thread: torch would use as many threads as training, and compete for its cores.
+                ctypes.memmove(copy.data_ptr(), tensor.data_ptr(), copy.numel() * copy.element_size())
+            self._pairs = []
+        finally:
+            self._filled.set()
+        if self._done is not None:
+            # The default device of a new thread is GPU 0, on which a context would occupy memory.
+            torch.cuda.set_device(self._device)
+            self._done.synchronize()
+
+    def protect(self) -> None:
+        """Keep later work from writing to tensors before they have been copied.
+
+        The host waits only for the copy of tensors in host memory. On a GPU, later kernels wait for the
+        copies.
+        """
+        if self._done is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._done)
+        self._filled.wait()
+
+    def _at(self, start: int, like: Tensor) -> Tensor:
+        content = self._memory[start : start + like.numel() * like.element_size()]
+        return content.view(like.dtype).view(like.shape)
+
+    @torch.no_grad()
+    def _copy_on(self, stream: torch.cuda.Stream, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            for copy, tensor in pairs:
+                copy.copy_(tensor, non_blocking=True)
+                tensor.record_stream(stream)  # a temporary's memory is not reused before the copy has run
+            self._done = stream.record_event()
 
 
 class StoreLost(SaveError):
@@ -44,6 +122,7 @@ class StoreLost(SaveError):
         )
 
 
+@dataclasses.dataclass
 class _RunningSave:
     """Save in progress, in the calling thread or in a new thread.
 
@@ -52,21 +131,14 @@ class _RunningSave:
         is_done: whether `run` has returned.
     """
 
-    def __init__(
-        self,
-        job: Save | LocalSave,
-        pieces: Mapping[str, FilePiece],
-        agreement: SaveAgreement,
-        copy: HostCopy | None,
-    ) -> None:
-        self.job = job
-        self.pieces = pieces
-        self.agreement = agreement
-        self.copy = copy
-        self.error: SaveError | None = None
-        self.is_done = False
-        self.started_at = time.monotonic()
-        self.thread: threading.Thread | None = None
+    job: Save | LocalSave
+    pieces: Mapping[str, FilePiece]
+    agreement: SaveAgreement
+    copy: HostCopy | None
+    error: SaveError | None = None
+    is_done: bool = False
+    started_at: float = dataclasses.field(default_factory=time.monotonic)
+    thread: threading.Thread | None = None
 
     def start(self) -> None:
         # A daemon, because a run must not wait for ranks that are gone when it ends.
@@ -200,9 +272,8 @@ class Saver:
         if self._must_skip(contents.iteration, "--save-interval", waits=waits):
             return
         retention = Retention(self._config.keep_last, self._config.keep_every, self._confirmed)
-        job = Save(
-            self._folder, contents, _file_name(self._topology), retention, self._lease, self._cleans_up
-        )
+        name = _file_name(self._topology)
+        job = Save(self._folder, contents, name, retention, self._lease, self._cleans_up)
         with self._topology.events.during(CHECKPOINT):
             self._begin(job, plan_save(self._unchanging(tensors), self._topology), is_last)
 
@@ -280,7 +351,9 @@ class Saver:
             try:
                 if self._lease is not None:
                     self._lease.check()
-                text = _withdrawn_text(folder, *folder.withdraw(after, until))
+                withdrawn, good = folder.withdraw(after, until)
+                best = f"the last good checkpoint is {folder}/{good}" if good else "no checkpoint is good"
+                text = f"{best} (withdrawn: {few(withdrawn)})" if withdrawn else best
             except (OSError, LeaseLost) as error:
                 text = f"do not load checkpoints of {folder} after iteration {after}: {first_line(error)}"
         text = self._topology.world.object_of_first(text, "checkpoints")
@@ -414,11 +487,6 @@ class Saver:
         """Return the largest number on any rank, through the host, without waiting for earlier GPU work."""
         number = all_reduce(torch.tensor(here), self._topology.world, dist.ReduceOp.MAX, of="a save's result")
         return int(number.item())
-
-
-def _withdrawn_text(folder: RunFolder, withdrawn: list[str], good: str | None) -> str:
-    best = "no checkpoint is good" if good is None else f"the last good checkpoint is {folder}/{good}"
-    return f"{best} (withdrawn: {few(withdrawn)})" if withdrawn else best
 
 
 def _file_name(topology: Topology) -> str:

@@ -235,7 +235,6 @@ class StoredRun:
             self._complete.add(name)
 
     def _version_of(self, name: str) -> str | None:
-        """Return the version of an object; None without it."""
         try:
             return self.objects.read_version(name)[1].version
         except FileNotFoundError:

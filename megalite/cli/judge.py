@@ -145,7 +145,6 @@ def _log_version(module: ModuleType) -> None:
 
 
 def _options(pairs: Sequence[str]) -> dict[str, str]:
-    """Return the values of --set by name."""
     if wrong := [pair for pair in pairs if "=" not in pair]:
         raise UserError(f"--set {wrong[0]} has no value: write --set {wrong[0]}=VALUE")
     return dict(pair.split("=", 1) for pair in pairs)

@@ -137,14 +137,12 @@ _STEPS = {"write": _write, "fit": _fit}
 
 
 def _whole_numbers(text: str) -> list[int]:
-    """Parse whole numbers above 0, with commas between them; an argparse `type`."""
     if not all(part.isdecimal() and 0 < int(part) < 2**31 for part in text.split(",")):
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers above 0, such as 2,3,4")
     return [int(part) for part in text.split(",")]
 
 
 def _positive_numbers(text: str) -> tuple[float, ...]:
-    """Parse numbers above 0, with commas between them; an argparse `type`."""
     return tuple(map(positive_number, text.split(",")))
 
 

@@ -105,7 +105,6 @@ def show_schedule(arguments: Sequence[str]) -> None:
 
 
 def _num_chunks(schedule: ScheduleName, requested: int | None) -> int | None:
-    """Check that the schedule allows this number of chunks."""
     fixed = SCHEDULES[schedule].num_chunks
     if requested is None or requested == fixed or (fixed is None and requested > 1):
         return requested

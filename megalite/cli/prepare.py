@@ -114,7 +114,6 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _submitted(plan: CorpusPlan, config: str, overwrite: bool, workers: int) -> list[str]:
-    """Submit the passes to Slurm, and say where they are and how to continue."""
     arguments = ["--config", config, *(["--overwrite"] if overwrite else [])]
     jobs = submit(plan, arguments, workers)
     numbers = ",".join(jobs.values())
@@ -126,7 +125,6 @@ def _submitted(plan: CorpusPlan, config: str, overwrite: bool, workers: int) -> 
 
 
 def _show(line: ProgressLine, name: str, done: int, count: int) -> None:
-    """Show the tasks of a pass that are done."""
     line(f"pass {PASSES.index(name) + 1} of {len(PASSES)}, {name}: {done:,} of {count:,} tasks")
 
 

@@ -257,7 +257,6 @@ def _source_of_digest(prefixes: Sequence[str]) -> str | None:
 
 
 def _loss_masks(sources: Sequence[IndexedDataset]) -> list[LossMask]:
-    """Return the loss masks of the datasets; empty if none of them has one."""
     having = [source for source in sources if has_loss_mask(source)]
     if having and len(having) < len(sources):
         other = next(source for source in sources if source not in having)
@@ -278,7 +277,6 @@ def _lengths(sources: Sequence[IndexedDataset]) -> Iterator[npt.NDArray[Any]]:
 
 
 def _counts(sources: Sequence[IndexedDataset]) -> Iterator[npt.NDArray[Any]]:
-    """Yield the numbers of sequences of the documents."""
     for source in sources:
         for first in range(0, source.num_documents, _BLOCK):
             yield np.diff(source.document_index[first : first + _BLOCK + 1])

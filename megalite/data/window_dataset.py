@@ -163,7 +163,6 @@ class WindowDataset:
         return text
 
     def _begins(self, windows: npt.NDArray[np.int64]) -> list[int]:
-        """Return the first token of each window."""
         begins: list[int] = (self._first_token + windows * self._seq_length).tolist()
         return begins
 

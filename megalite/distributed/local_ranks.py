@@ -181,7 +181,6 @@ def _start(context: ForkServerContext) -> _LocalRank:
 
 
 def _serve(connection: Connection) -> None:
-    """Answer each call, until the other end of the connection is closed."""
     gc.freeze()  # the server's imports are never garbage; visiting them would copy their pages
     with suppress(EOFError, ConnectionError):  # it may be closed before this rank has answered
         call = connection.recv_bytes()

@@ -260,7 +260,6 @@ def _lacks_value(flag: FlagTokens) -> bool:
 
 
 def _program_value(name: str, flags: Sequence[FlagTokens], diagnostics: Diagnostics) -> str | None:
-    """Return the one value of --config, --preset or --deepspeed_config."""
     values = [value for flag in flags if flag.flag == name for value in flag.values]
     if len(values) == 1:
         return values[0]

@@ -300,7 +300,6 @@ def load_model(
 
 @torch.no_grad()
 def _allocate(stage: TransformerStage, topology: Topology) -> None:
-    """Replace parameters on the meta device with zeros."""
     for module in stage.modules():
         for name, parameter in module.named_parameters(recurse=False):
             context = LayerContext(topology, parameter.dtype)

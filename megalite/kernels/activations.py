@@ -78,7 +78,6 @@ def swiglu_backward_reference(grad: Tensor, x: Tensor, bias: Tensor | None) -> t
 
 
 def _sum(x: Tensor, bias: Tensor | None) -> Tensor:
-    """Return x + bias in at least fp32."""
     wide = x.contiguous().to(torch.promote_types(x.dtype, torch.float32))
     return wide if bias is None else wide + bias.flatten()
 
@@ -102,8 +101,6 @@ def _save(ctx: Any, inputs: tuple[Tensor, Tensor | None], output: Tensor) -> Non
 
 
 def _differentiated_by(op: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the backward of an activation from the operator of its gradients."""
-
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
         x, bias = ctx.saved_tensors  # read once: recomputation frees them then
         x_grad, bias_grad = op(grad, x, bias)

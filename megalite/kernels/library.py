@@ -295,7 +295,6 @@ def ensure_ptxas(device: torch.device) -> str:
 
 
 def _ptxas_version() -> str:
-    """Return the version of the ptxas that Triton uses for Hopper, such as "12.8"."""
     compiler = importlib.import_module("triton.backends.nvidia.compiler")
     version: str = compiler.get_ptxas(10 * _HOPPER[0] + _HOPPER[1]).version
     return version

@@ -157,7 +157,6 @@ def scale_exponents(exp_avg_sq: Tensor) -> Tensor:
 
 
 def _power(exponents: Tensor) -> Tensor:
-    """Return 2^exponent in fp32, exactly."""
     return ((exponents + 127) << 23).view(torch.float32)
 
 

@@ -302,7 +302,6 @@ def _is_view(func: Any, args: Sequence[Any], out: Any) -> bool:
 
 @cache
 def _writes(func: Any) -> bool:
-    """Return whether an operator writes to one of its arguments."""
     return any(value.alias_info and value.alias_info.is_write for value in schema_of(func).arguments)
 
 

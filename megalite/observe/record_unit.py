@@ -76,7 +76,6 @@ def layer_kinds(key: UnitKey) -> tuple[int, ...]:
 
 
 def _axes(key: UnitKey) -> tuple[dict[str, int], tuple[MeshSpec, ...]]:
-    """Return the sizes of the axes of a key, and their meshes."""
     sizes = {"tp": key.tp, "cp": key.num_exchanging}
     if key.etp is None:
         return sizes, (MODEL,)

@@ -138,7 +138,6 @@ class _Recorder(EagerMode):
 
 
 def _defines(reader: Reader, name: str) -> bool:
-    """Return whether a reader's class has a method of its own."""
     return getattr(type(reader), name) is not getattr(Reader, name)
 
 

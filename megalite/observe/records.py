@@ -119,7 +119,6 @@ def _known() -> dict[str, str]:
 
 @cache
 def _path() -> Path:
-    """Return the file of this version's records."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megalite"
     return folder / f"records-{_code_version()}.jsonl"
 

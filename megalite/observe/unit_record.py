@@ -252,12 +252,10 @@ class RecurrenceCall(NamedTuple):
 
     @property
     def _num_chunks(self) -> int:
-        """Return the number of chunks of all heads."""
         return self.heads * math.ceil(self.tokens / self.chunk)
 
     @property
     def _keys(self) -> float:
-        """Return the bytes of the keys, and of the queries."""
         return self.key_heads * self.tokens * self.key_size * self.element_bytes
 
     @property

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megalite.distributed.collectives import flat_all_gather, flat_reduce_scatter, start_all_reduce
-from megalite.optim.flat_buffers import Bucket, BucketEntry
-from megalite.optim.reduce_handle import ReduceHandle
+from megalite.optim.flat_buffers import Bucket, BucketEntry, ReduceHandle
 from megalite.tensor_parallel.gemm import MainGrad
 from megalite.utils.torch_private import foreach_add_, foreach_copy_, foreach_zero_, storage_number
 

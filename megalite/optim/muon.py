@@ -399,7 +399,6 @@ def holders_of(parameter_axes: ParameterAxes, topology: Topology, *, is_sharded:
 
 
 def _held(state: BucketState, entry: BucketEntry, holder: Holder) -> tuple[int, int]:
-    """Return the range of a parameter's flattened box that a rank updates."""
     held = slice(entry.start, entry.end)
     if not state.is_replicated:
         held = overlap(held, state.bucket.shard_of(holder.shard))

@@ -375,7 +375,6 @@ class Pipeline(Generic[M]):
 
     @contextmanager
     def _observed(self, *actions: Action) -> Iterator[None]:
-        """Notify the observers of actions that run in the block."""
         for observer in self._pp.observers:
             for action in actions:
                 observer.begins(action)

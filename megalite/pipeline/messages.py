@@ -344,7 +344,6 @@ def _pop_until(
 def _receives(
     rank: int, actions: Sequence[Action], stages: StageMap, times: Times
 ) -> Iterator[tuple[float, StageMessage]]:
-    """Yield the messages to a rank, each with the time at which it is produced."""
     for action in actions:
         source = source_of(rank, action, stages)
         if source is not None and source[0] != rank:

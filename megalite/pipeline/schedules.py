@@ -91,7 +91,6 @@ def peak_deferred(actions: Sequence[Action]) -> int:
 
 
 def _peak(actions: Sequence[Action], begins: ActionKind, ends: Sequence[ActionKind]) -> int:
-    """Return the largest number of microbatches that have begun and not ended."""
     changes = ((action.kind is begins) - (action.kind in ends) for action in actions)
     return max(accumulate(changes), default=0)
 

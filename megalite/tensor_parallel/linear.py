@@ -214,7 +214,6 @@ def _apply(
     context: LinearContext,
     *more: Any,
 ) -> Any:
-    """Apply one of the Functions below with weight ``[out, in]`` and bias ``[out]``."""
     flat_weight, flat_bias = weight.flatten(0, -2), None if bias is None else bias.flatten()
     if context.store is not None:
         # Backward stores their gradients for later. Autograd must not run the hooks of parameters that have

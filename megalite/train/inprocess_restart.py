@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megalite.checkpoint.lease import newest_holder
-from megalite.checkpoint.load_local import held_parts
+from megalite.checkpoint.load_local import delete_parts_after, held_parts
 from megalite.checkpoint.stored_run import StoredRun
 from megalite.config import CheckpointConfig, Config
 from megalite.config.validate import problems_of
@@ -141,7 +141,7 @@ def train_through_losses(
     while True:
         start = Start(processes, group, largest)
         if group.past is not None:
-            held_parts(config.checkpoint, group.past.iteration)
+            delete_parts_after(config.checkpoint, group.past.iteration)
             _discard_upload(config.checkpoint)
         os.environ.update(processes.environment(group))
         with LossWatch(processes, group) as watch:

@@ -351,7 +351,6 @@ def train(
 
 
 def _how_to_resume(checkpoint: CheckpointConfig) -> str:
-    """Return the last line of a run that a signal or the kill switch has ended."""
     load = "" if checkpoint.loads_own else f" with --load {checkpoint.save}"
     without = f"{' and' if load else ''} without --finetune" if checkpoint.finetune else ""
     return f"to resume, run the same command{load or ' again'}{without}"

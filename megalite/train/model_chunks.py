@@ -356,7 +356,6 @@ def _post_step_hooks(
 
 
 def _measured_heads(chunks: Sequence[Stage]) -> list[MeasuredHeads]:
-    """Return the attention layers of the chunks whose scores are measured."""
     return [
         MeasuredHeads(module.qkv.weight, module.qkv.bias, module.core.largest)
         for chunk in chunks

@@ -115,7 +115,6 @@ def module_costs(trainer: Trainer) -> dict[str, ModuleCosts]:
 
 
 def _run_microbatch(trainer: Trainer) -> None:
-    """Run forward and backward of the next iteration's first microbatch."""
     plan = trainer.train_step.plan_iteration(trainer.progress)
     num_samples = trainer.config.training.micro_batch_size * trainer.topology.sample_ranks.size
     for chunk in trainer.chunks:
@@ -197,7 +196,6 @@ def _watched(reader: _CostReader, trainer: Trainer) -> ExitStack:
 
 
 def _lineage(name: str, costs: Mapping[str, ModuleCosts]) -> Iterator[ModuleCosts]:
-    """Yield the costs of the modules around a module or parameter, from the innermost to the whole model."""
     while name:
         if name in costs:
             yield costs[name]
@@ -206,7 +204,6 @@ def _lineage(name: str, costs: Mapping[str, ModuleCosts]) -> Iterator[ModuleCost
 
 
 def _clock(topology: Topology) -> Callable[[], int]:
-    """Return a clock of nanoseconds that waits for the device."""
     if topology.device.type != "cuda":
         return time.perf_counter_ns
 
@@ -364,12 +361,10 @@ def _recurrence_flops(query: Any, key: Any, value: Any, *rest: Any, **_: Any) ->
 
 
 def _recurrence_backward_flops(grad: Any, of_last: Any, *arguments: Any, **_: Any) -> int:
-    """Count two products for each of forward's."""
     return 2 * _recurrence_flops(*arguments)
 
 
 def _weight_gradient_flops(total: Any, grad: Any, x: Any, *_: Any, **__: Any) -> int:
-    """Count the GEMM of ``grad^T x``."""
     (num_rows, num_out), num_in = grad, x[1]
     return 2 * num_rows * num_out * num_in
 

@@ -132,7 +132,6 @@ def _fingerprint(buffer: ParameterShard, topology: Topology) -> tuple[Box, float
 
 
 def _are_close(values: Sequence[tuple[float, float]]) -> bool:
-    """Return whether all fingerprints are equal up to rounding."""
     sums, sizes = zip(*values, strict=True)
     return not max(sums) - min(sums) > 1e-6 * max(sizes)  # never true for NaN
 

@@ -374,7 +374,6 @@ def _open_corpora(run: RunContext) -> tuple[dict[str, IndexedDataset], DataRecor
 
 
 def _fill_in_middle(run: RunContext, datasets: DatasetSplits) -> DatasetSplits:
-    """Apply fill-in-the-middle to the training dataset if the config requests it."""
     data = run.config.data
     if data.fim_rate == 0 or datasets.train is None:
         return datasets

@@ -130,7 +130,6 @@ def find_objects(url: str) -> list[str]:
 
 
 def _obstore_for(url: str) -> Any:
-    """Return the package if it is installed and serves the URL."""
     try:
         import obstore
     except ImportError:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megalite.checkpoint.host_copy import HostCopy
+from megalite.checkpoint.saver import HostCopy
 from megalite.checkpoint.tensor_files import FilePiece
 
 pytestmark = [

@@ -45,12 +45,12 @@ from megalite.model.norm import LayerNorm, RMSNorm
 from megalite.model.transformer_stage import TransformerStage
 from megalite.optim import (
     adamw,
+    flat_buffers,
     gradient_buckets,
     gradient_scale,
     muon,
     optimizer,
     post_step_hooks,
-    reduce_handle,
     weight_gathering,
 )
 from megalite.pipeline import executor, messages
@@ -173,7 +173,7 @@ def _no_biases(original: Callable[..., Any], _: Topology) -> Callable[..., Any]:
     def start_reduce(self: Any, is_last: bool = True) -> Any:
         if self.bucket.entries[0].spec.decay:
             return original(self, is_last)
-        return reduce_handle.ReduceHandle(Pending(self.complete(), None), lambda: None)
+        return flat_buffers.ReduceHandle(Pending(self.complete(), None), lambda: None)
 
     return start_reduce
 

@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megalite.checkpoint.host_copy import HostCopy
 from megalite.checkpoint.relayout import _send_and_receive
+from megalite.checkpoint.saver import HostCopy
 from megalite.checkpoint.tensor_files import FilePiece
 from megalite.config import ModelConfig, OptimizerConfig, ParallelConfig, RecomputeConfig
 from megalite.data.batch.microbatch import Microbatch
@@ -41,10 +41,10 @@ from megalite.model.activation_offload import ActivationOffload
 from megalite.model.expert_dispatch import _Finish, _Start, dispatcher_for
 from megalite.model.recompute_region import recompute
 from megalite.optim import offload
+from megalite.optim.flat_buffers import ReduceHandle
 from megalite.optim.gradient_buckets import GradReducer
 from megalite.optim.offload import OptimizerOffload
 from megalite.optim.optimizer import Optimizer
-from megalite.optim.reduce_handle import ReduceHandle
 from megalite.optim.staging import Staging
 from megalite.optim.weight_gathering import ChunkModules, ShardedWeights, WeightGatherer
 from megalite.pipeline.messages import PointToPoint
@@ -353,14 +353,13 @@ SCENARIOS: dict[str, Callable[[], object]] = {
 }
 COVERED = {
     "megalite/checkpoint/relayout.py": ("relayout",),
-    "megalite/checkpoint/host_copy.py": ("zero 1",),
+    "megalite/checkpoint/saver.py": ("zero 1",),
     "megalite/distributed/collectives.py": ("rows of experts",),
     "megalite/utils/hardware/host_memory.py": ("activations", "zero 1"),
     "megalite/data/batch/microbatch.py": ("activations",),
-    "megalite/optim/flat_buffers.py": ("zero 3",),
+    "megalite/optim/flat_buffers.py": ("zero 1, groups", "zero 3"),
     "megalite/optim/gradient_buckets.py": ("zero 1, groups",),
     "megalite/optim/offload.py": ("offload, zero 1",),
-    "megalite/optim/reduce_handle.py": ("zero 1, groups",),
     "megalite/optim/weight_gathering.py": ("zero 3",),
     "megalite/optim/staging.py": ("offload, zero 1",),
     "megalite/pipeline/messages.py": ("pipeline, 1f1b",),
@@ -433,17 +432,17 @@ RACES = {
     ),
     "weights are saved before they are computed": (
         *(HostCopy, "_copy_on", "stream.wait_stream(torch.cuda.current_stream(self._device))", "pass"),
-        *("zero 3", "device memory .* read by copy_.*host_copy.py"),
+        *("zero 3", "device memory .* read by copy_.*saver.py"),
     ),
     "weights are updated while they are saved": (
         *(HostCopy, "protect", "torch.cuda.current_stream(self._device).wait_event(self._done)", "pass"),
-        *("zero 1", "are written by .*adamw.* without waiting until they are read by copy_.*host_copy.py"),
+        *("zero 1", "are written by .*adamw.* without waiting until they are read by copy_.*saver.py"),
     ),
     "a file is written before the copy has ended": (
         *(HostCopy, "fill", "self._done.synchronize()", "pass"),
         *(
             "zero 1",
-            "pinned memory .* are read by .*on host thread ThreadPool.*written by copy_.*host_copy.py",
+            "pinned memory .* are read by .*on host thread ThreadPool.*written by copy_.*saver.py",
         ),
     ),
     "a scalar is read before it has arrived": (
@@ -529,7 +528,7 @@ RACES = {
     ),
     "a message is freed before its sum is stored": (
         *(ReduceHandle, "_start_following", "self._first = self._store_result", "pass"),
-        *("zero 3, groups", "freed at .*reduce_handle.py.* still read by"),
+        *("zero 3, groups", "freed at .*flat_buffers.py.* still read by"),
     ),
     "a gradient is copied to the host before it is complete": (
         *(ReduceHandle, "advance", "stream.wait_stream(torch.cuda.current_stream())", "pass"),

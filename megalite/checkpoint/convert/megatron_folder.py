@@ -243,7 +243,6 @@ def _one_chunk(layers: list[list[Mapping[str, Tensor]]]) -> ModelChunk:
 
 
 def _read_arguments(folder: Path) -> tuple[Mapping[str, Any] | None, int]:
-    """Return the run's arguments and its iteration, if they can be read."""
     if not (folder / _STATES).exists():
         return None, 0
     state = read_pickled(folder / _STATES, allow_inert=True)

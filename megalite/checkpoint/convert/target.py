@@ -265,7 +265,6 @@ def size_text(num_bytes: int) -> str:
 
 
 def _unit(name: str) -> str:
-    """Return the part of the model that a parameter's file is named after, such as a layer."""
     first, second = name.split(".")[:2]
     return f"layer{second}" if first == "layers" else first
 

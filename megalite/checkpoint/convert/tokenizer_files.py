@@ -254,5 +254,4 @@ def _hugging_face_files(path: Path) -> dict[str, Path]:
 
 
 def _beside(file: Path, names: tuple[str, ...]) -> dict[str, Path]:
-    """Return the names that exist in the file's folder."""
     return {name: file.with_name(name) for name in names if file.with_name(name).is_file()}

@@ -11,6 +11,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,6 @@ def log_folder(plan: CorpusPlan) -> Path:
 
 
 def _jobs_file(plan: CorpusPlan) -> Path:
-    """Return the path of the numbers of the jobs that were submitted last."""
     return log_folder(plan) / "jobs"
 
 
@@ -42,16 +42,8 @@ def check_jobs(plan: CorpusPlan) -> None:
     if not _jobs_file(plan).exists():
         return
     numbers = _jobs_file(plan).read_text()
-    try:
-        listed = subprocess.run(
-            ["squeue", "--noheader", "--format=%F", f"--jobs={numbers}"],
-            capture_output=True,
-            text=True,
-            check=False,  # it also fails if it has forgotten the jobs
-        )
-    except FileNotFoundError:
-        return
-    if left := sorted(set(listed.stdout.split())):
+    listed = _run(["squeue", "--noheader", "--format=%F", f"--jobs={numbers}"])  # fails if it forgot the jobs
+    if left := sorted(set(listed.stdout.split() if listed else ())):
         raise UserError(
             f"jobs of this corpus still wait or run in Slurm: {', '.join(left)}: wait until they have ended, "
             f"or end them: scancel {' '.join(left)}"
@@ -93,21 +85,25 @@ def submit(plan: CorpusPlan, arguments: list[str], workers: int) -> dict[str, st
             if value is not None and value is not False
         ]
         wrap = f"--wrap=exec {shlex.join(command)} --task $SLURM_ARRAY_TASK_ID/{size}"
-        try:
-            done = subprocess.run(
-                ["sbatch", "--parsable", *flags, wrap], capture_output=True, text=True, check=False
-            )
-        except FileNotFoundError:
+        done = _run(["sbatch", "--parsable", *flags, wrap])
+        if done is None:
             raise UserError(
                 "run: executor slurm needs sbatch, which is not here: run this where jobs are submitted, or "
                 "set executor to local"
-            ) from None
+            )
         if done.returncode:
             before = f" (submitted already: {', '.join(jobs.values())})" if jobs else ""
             raise UserError(f"sbatch refuses the pass {name}{before}: {' '.join(done.stderr.split())}")
         jobs[name] = done.stdout.strip().partition(";")[0]  # the rest is the name of a cluster
         _jobs_file(plan).write_text(",".join(jobs.values()))
     return jobs
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[str] | None:
+    """Run a program of Slurm; None if this machine does not have it."""
+    with suppress(FileNotFoundError):
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+    return None
 
 
 class _RayWorker(PassWorker):

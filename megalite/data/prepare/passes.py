@@ -316,7 +316,6 @@ class PassWorker:
 
     @cached_property
     def _totals(self) -> tuple[npt.NDArray[np.int64], int]:
-        """Return the number of documents before each piece, and in all."""
         plan = self._plan
         done = (plan.done_path("sign", number) for number in range(len(plan.pieces)))
         counts = np.array([json.loads(path.read_bytes())["documents"] for path in done], np.int64)

@@ -85,7 +85,6 @@ def start(plan: CorpusPlan, overwrite: bool) -> dict[str, Any] | None:
 
 
 def _difference(plan: CorpusPlan, before: dict[str, Any]) -> str:
-    """Return the message about unfinished work of another job: what differs."""
     now = json.loads(json.dumps({"inputs": plan.states, "settings": plan.identity}, default=str))
     old, new = before["inputs"], now["inputs"]
     for file in {**old, **new}:

@@ -177,7 +177,6 @@ class ConversationEncoder:
 
 
 def _render(template: ChatTemplate, conversation: Conversation) -> tuple[str, list[_Answer]]:
-    """Render a conversation, and find its answers in the text."""
     rendered = template.render(conversation.messages, conversation.tools)
     if not template.marks_answers:
         return rendered.text, _answers_between_prefixes(template, conversation, rendered.text)

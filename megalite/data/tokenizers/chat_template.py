@@ -214,7 +214,6 @@ def _refuse(message: str) -> None:
 
 
 def _without_marks(text: str) -> Rendered:
-    """Remove the marks from a rendered text, and return where they were."""
     parts = re.split("|".join(map(re.escape, _MARKS)), text)
     ends = [0]
     for part in parts:

@@ -317,7 +317,6 @@ def _offload_device(settings: DeepSpeedSettings, device: str) -> Mapping[str, An
 
 
 def _offload_ratio(settings: DeepSpeedSettings, ratio: float) -> Mapping[str, Any]:
-    """Return the offloaded share; 0 offloads nothing."""
     device = settings.values.get(f"{_OFFLOAD}.device", "none")
     if ratio == 0 and device != "none":
         raise ValueError(f"is 0, but {_OFFLOAD}.device is {device}: set the device to none")

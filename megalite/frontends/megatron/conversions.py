@@ -153,7 +153,6 @@ def _value_of(flag: FlagTokens, diagnostics: Diagnostics) -> Any:
 
 
 def _yarn(factor: float, mscale: float, mscale_all: float) -> dict[str, Any]:
-    """Return the fields of YaRN."""
     fields: dict[str, Any] = {"rope_scaling": "yarn", "rope_scaling_factor": factor}
     if mscale_all > 0:
         return {**fields, "yarn_mscale": mscale, "yarn_mscale_all_dim": mscale_all}

@@ -119,8 +119,6 @@ def _is_same(text: str, value: str) -> bool:
 
 
 def _unsupported(feature: FlagGroup) -> FlagRule:
-    """Return the rule of an unsupported feature's flags."""
-
     def rule(flag: FlagTokens, line: CommandLine) -> str:
         if feature.of_experts and not line.config.model.has_experts:
             return f"{_written(flag)} has no effect: the model has no experts"
@@ -240,7 +238,6 @@ def _flex_option(flag: FlagTokens, line: CommandLine) -> str | None:
 
 
 def _is_flex(flag: FlagTokens) -> bool:
-    """Return whether the value of --moe-token-dispatcher-type is Megatron's flex."""
     return [value.lower() for value in flag.values] == ["flex"]
 
 
@@ -315,7 +312,6 @@ def rule_of(flag: str) -> FlagRule | None:
 
 
 def _stem(flag: str) -> str:
-    """Return a flag without `no-` or `disable-`."""
     return next((f"--{flag[len(no) :]}" for no in _NEGATIONS if flag.startswith(no)), flag)
 
 

@@ -81,7 +81,6 @@ def record_ours(topology: Topology, config: Config, num_iterations: int) -> OwnR
 
 
 def _samples(trainer: Trainer) -> Tensor:
-    """Return the tokens of the next global batch."""
     first = trainer.progress.consumed_samples
     batches = [trainer.load_batch.load_for_replica(first, i, 0) for i in range(trainer.num_microbatches)]
     return torch.cat([torch.cat([each.tokens, each.labels[:, -1:]], dim=1) for each in batches])
@@ -254,7 +253,6 @@ class ProgramJudge:
 
     @property
     def _middle(self) -> int:
-        """Return the number of iterations before a save."""
         return (self._num_iterations + 1) // 2
 
     def _judge(self, layout: Layout) -> None:

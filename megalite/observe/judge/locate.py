@@ -89,7 +89,6 @@ def _rows(tensor: Tensor) -> Tensor:
 def _by_call(
     traces: Sequence[Sequence[Observation]], is_gradient: bool
 ) -> dict[tuple[str, int], dict[int, Observation]]:
-    """Return the observations of each call of each module, by rank."""
     calls: dict[tuple[str, int], dict[int, Observation]] = {}
     for rank, trace in enumerate(traces):
         for each in trace:
@@ -99,7 +98,6 @@ def _by_call(
 
 
 def _factors(sizes: Mapping[str, int]) -> list[float]:
-    """Return the products of sizes and their inverses, 1 first."""
     products = {1.0}
     for size in sizes.values():
         products |= {each * size for each in products}

@@ -88,7 +88,6 @@ def _tables(run: Run, shown: Iterable[Table], is_one_of_many: bool) -> Iterator[
 
 
 def _experts(run: Run) -> str:
-    """Return the loads of the experts by layer, if the run has experts."""
     rows = run.history.expert_use
     if not rows:
         return ""
@@ -214,7 +213,6 @@ def _parts(run: Run) -> str:
 
 
 def _model(run: Run) -> str:
-    """Return the shape of the model, from the newest checkpoint."""
     if run.manifest is None:
         return ""
     model = run.manifest.description["model"]
@@ -234,7 +232,6 @@ def _parameters(run: Run) -> str:
 
 
 def _layout(run: Run) -> str:
-    """Return the number of ranks per axis, from the newest checkpoint."""
     sizes = {} if run.manifest is None else run.manifest.description.get("layout", {})
     return " x ".join(f"{axis} {size}" for axis, size in sizes.items())
 

@@ -129,7 +129,6 @@ def _is_pipeline_trace(file: Path) -> bool:
 
 
 def _numbers_in_name(file: Path) -> tuple[list[int], Path]:
-    """Return a key that orders traces by the iterations in their names."""
     return [int(number) for number in re.findall(r"\d+", file.name)], file
 
 
@@ -140,7 +139,6 @@ def _name(path: Path) -> str:
 
 
 def _files(folder: Path, depth: int) -> Iterator[Path]:
-    """Yield files by name, without tensors."""
     try:
         entries = sorted(folder.iterdir())[:_MANY]
     except OSError:

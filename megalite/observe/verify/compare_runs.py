@@ -126,7 +126,6 @@ class RunComparison:
 
 
 def _excesses(checks: Sequence[tuple[str, float, float]]) -> list[str]:
-    """Describe the differences above their limits, of checks that are a name, a difference and a limit."""
     return [
         f"{name} differs by {value:.1e}, over {limit:.0e}"
         for name, value, limit in checks

@@ -378,7 +378,6 @@ def _layers(chunk: Stage) -> str:
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:
-    """Yield the tensors of a module's output, which may be nested."""
     if isinstance(output, WithTerms):
         yield from output.tensors()
     elif isinstance(output, Tensor):

@@ -252,7 +252,6 @@ class Watchdog:
         )
 
     def _limit(self) -> float:
-        """Return the seconds that this rank may be idle."""
         is_first = self._num_done() == self._num_done_at_first
         return max(self._timeout * (_FIRST_ITERATION if is_first else 1), _LONGEST * self._longest)
 

@@ -247,7 +247,6 @@ def _cores_by_node(system: Path) -> dict[int, set[int]]:
 
 
 def _numbers(text: str) -> set[int]:
-    """Return the numbers of a list such as ``0-3,8``."""
     ranges = (part.partition("-") for part in text.strip().split(",") if part)
     return {number for first, _, last in ranges for number in range(int(first), int(last or first) + 1)}
 

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 
 from benchmarks.gpu_check.saves import CASES, NUM_STEPS, SMALL_MODEL, Case, Compared, compare_saves, config_of
-from megalite.checkpoint.host_copy import HostCopy
+from megalite.checkpoint.saver import HostCopy
 from megalite.config import Config
 from megalite.distributed.topology import Topology
 from megalite.train.trainer import StepResult, Trainer

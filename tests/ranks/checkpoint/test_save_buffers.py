@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from megalite import ColumnParallelLinear, Cut, Providers, RowParallelLinear, SequentialStage, new_buffer
 from megalite.checkpoint.full_tensors import FullReader, check_weights
-from megalite.checkpoint.host_copy import HostCopy
 from megalite.checkpoint.manifest import read_manifest
+from megalite.checkpoint.saver import HostCopy
 from megalite.config import (
     CheckpointConfig,
     Config,

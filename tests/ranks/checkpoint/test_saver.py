@@ -17,10 +17,9 @@ import torch.distributed as dist
 
 from megalite.checkpoint import save
 from megalite.checkpoint.folder import iterations_in
-from megalite.checkpoint.host_copy import HostCopy
 from megalite.checkpoint.lease import HeldLease, LeaseLost, hold_folder
 from megalite.checkpoint.save import SaveAgreement
-from megalite.checkpoint.saver import Saver
+from megalite.checkpoint.saver import HostCopy, Saver
 from megalite.utils.errors import UserError
 from megalite.utils.log import log
 from tests.live_ranks import run_ranks

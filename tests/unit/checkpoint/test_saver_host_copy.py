@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite.checkpoint import host_copy
-from megalite.checkpoint.host_copy import HostCopy
+from megalite.checkpoint import saver
+from megalite.checkpoint.saver import HostCopy
 from megalite.checkpoint.tensor_files import FilePiece
 
 
@@ -29,7 +29,7 @@ def test_the_allocator_keeps_each_source_until_its_copy_has_run(monkeypatch: pyt
     queued: list[tuple[str, int]] = []
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    monkeypatch.setattr(host_copy, "pin", lambda memory: None)
+    monkeypatch.setattr(saver, "pin", lambda memory: None)
     monkeypatch.setattr(
         Tensor, "copy_", lambda self, source, non_blocking: queued.append(("copy", source.numel()))
     )
