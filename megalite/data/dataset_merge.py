@@ -54,6 +54,13 @@ class MergeSummary:
     num_documents: int
     num_tokens: int
 
+    @staticmethod
+    def of(prefixes: Iterable[str], sources: Sequence[IndexedDataset]) -> MergeSummary:
+        """Return the sums of the shards of the datasets."""
+        num_documents = sum(source.num_documents for source in sources)
+        num_tokens = sum(source.num_tokens for source in sources)
+        return MergeSummary(tuple(prefixes), sum(map(len, sources)), num_documents, num_tokens)
+
 
 def find_prefixes(names: Sequence[str]) -> list[str]:
     """Return the datasets that prefixes and folders name; datasets of a folder are sorted.
@@ -80,8 +87,8 @@ def find_prefixes(names: Sequence[str]) -> list[str]:
     return found
 
 
-def _check_parts(prefixes: Sequence[str]) -> None:
-    """Check that all parts of a corpus are there if one is; other programs count them from 1."""
+def _check_names(prefixes: Sequence[str], output_prefix: str) -> None:
+    """Check that all parts of a corpus are there if one is, and that the output is no URL."""
     numbers: dict[tuple[str, int], set[int]] = {}
     for prefix in prefixes:
         for part in _PART.finditer(os.path.basename(prefix)):
@@ -89,13 +96,15 @@ def _check_parts(prefixes: Sequence[str]) -> None:
             others = _PART.sub(lambda each: f"-*-of-{each[2]}", os.path.basename(prefix))
             numbers.setdefault((others, count), set()).add(int(part[1]))
     for (name, count), found in numbers.items():
-        first = 0 if 0 in found or count not in found else 1
+        first = 0 if 0 in found or count not in found else 1  # other programs count from 1
         if missing := sorted(set(range(first, first + count)) - found):
             listed = ", ".join(f"{number:05}" for number in missing[:8]) + (", ..." if missing[8:] else "")
             raise UserError(
                 f"{name} has {count} parts, and the inputs lack {len(missing)} of them ({listed}): pass all "
                 "parts, or rename the inputs if this is intended"
             )
+    if problem := url_problem(output_prefix):
+        raise UserError(f"--output-prefix {problem}")
 
 
 def merge_datasets(prefixes: Sequence[str], output_prefix: str, overwrite: bool = False) -> MergeSummary:
@@ -108,25 +117,17 @@ def merge_datasets(prefixes: Sequence[str], output_prefix: str, overwrite: bool 
         UserError: an input is damaged, the token dtypes differ, the inputs are a part of the parts that their
             names count, the output exists, is an input or a URL, or the disk is full.
     """
-    _check_parts(prefixes)
-    if problem := url_problem(output_prefix):
-        raise UserError(f"--output-prefix {problem}")
+    _check_names(prefixes, output_prefix)
     paths = [f"{output_prefix}{suffix}" for suffix in (".bin", ".idx")]
     inputs = {os.path.realpath(f"{prefix}.bin") for prefix in prefixes}
     if os.path.realpath(paths[0]) in inputs:
         raise UserError(f"--output-prefix {output_prefix} is one of the inputs: pass another")
     if not overwrite and (existing := next(filter(os.path.exists, paths), None)):
         raise UserError(f"{existing} exists: pass another --output-prefix, or --overwrite")
-    sources = [shard for prefix in prefixes for shard in open_dataset(prefix).shards]
-    _check_types(sources)
+    sources = _opened(prefixes)
     digest_source = _source_of_digest([source.prefix for source in sources])
     masks = [file for mask in _loss_masks(sources) for file in mask.files]
-    summary = MergeSummary(
-        tuple(prefixes),
-        sum(map(len, sources)),
-        sum(source.num_documents for source in sources),
-        sum(source.num_tokens for source in sources),
-    )
+    summary = MergeSummary.of(prefixes, sources)
     suffixes = ("bin", *([LOSS_MASK] if masks else []), "idx")
     temporary = {suffix: f"{output_prefix}.{suffix}.{os.getpid()}.tmp" for suffix in suffixes}
     try:
@@ -182,9 +183,7 @@ def list_shards(
         UserError: an input is damaged, the token dtypes or tokenizers differ, the inputs are a part of the
             parts that their names count, the output exists or cannot be written.
     """
-    _check_parts(prefixes)
-    if problem := url_problem(output_prefix):
-        raise UserError(f"--output-prefix {problem}")
+    _check_names(prefixes, output_prefix)
     output_prefix = output_prefix.removesuffix(LIST_SUFFIX)
     path, folder = list_path(output_prefix), os.path.dirname(os.path.abspath(output_prefix))
     if os.path.exists(f"{output_prefix}.idx"):  # the prefix would still mean this dataset
@@ -193,8 +192,7 @@ def list_shards(
         )
     if not overwrite and os.path.exists(path):
         raise UserError(f"{path} exists: pass another --output-prefix, or --overwrite")
-    sources = [shard for prefix in prefixes for shard in open_dataset(prefix).shards]
-    _check_types(sources)
+    sources = _opened(prefixes)
     digest_source = _source_of_digest([source.prefix for source in sources])
     _loss_masks(sources)
     try:
@@ -214,12 +212,7 @@ def list_shards(
             stream.write(f"{json.dumps({'format': FORMAT, **asdict(listed)}, indent=1)}\n".encode())
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}") from None
-    return MergeSummary(
-        tuple(source.prefix for source in sources),
-        sum(map(len, sources)),
-        sum(source.num_documents for source in sources),
-        sum(source.num_tokens for source in sources),
-    )
+    return MergeSummary.of((source.prefix for source in sources), sources)
 
 
 def _entry(source: IndexedDataset, folder: str, sha256: str) -> ShardEntry:
@@ -231,8 +224,9 @@ def _entry(source: IndexedDataset, folder: str, sha256: str) -> ShardEntry:
     return ShardEntry(name, *sizes, sha256, source.files[1].crc32())
 
 
-def _check_types(sources: Sequence[IndexedDataset]) -> None:
-    """Check that all token dtypes are equal: a vocabulary has one dtype."""
+def _opened(prefixes: Sequence[str]) -> list[IndexedDataset]:
+    """Return the shards of all datasets, whose token dtypes must be equal: a vocabulary has one dtype."""
+    sources = [shard for prefix in prefixes for shard in open_dataset(prefix).shards]
     if not sources:
         raise UserError("there is no dataset to merge: pass prefixes or folders")
     first = sources[0]
@@ -242,6 +236,7 @@ def _check_types(sources: Sequence[IndexedDataset]) -> None:
                 f"{first.prefix} holds {first.dtype.name} tokens and {source.prefix} {source.dtype.name}: "
                 "they were made with different tokenizers; preprocess one of them again"
             )
+    return sources
 
 
 def _source_of_digest(prefixes: Sequence[str]) -> str | None:

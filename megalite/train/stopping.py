@@ -208,6 +208,7 @@ class Stopped(Exception):
         super().__init__(stop.reason)
 
 
+@dataclass
 class StopConditions:
     """Decides when the run must save and exit; every rank decides the same.
 
@@ -223,25 +224,16 @@ class StopConditions:
         has_layout_file: whether `layout_file` existed at the last check, the same on every rank.
     """
 
-    def __init__(
-        self,
-        config: TrainingConfig,
-        topology: Topology,
-        signals: StopSignals,
-        lease: FolderLease | None = None,
-        layout_file: str | None = None,
-        can_grow: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self.config = config
-        self.topology = topology
-        self.signals = signals
-        self.lease = lease
-        self.layout_file = layout_file
-        self.can_grow = can_grow
-        self.has_layout_file = False
-        self._checked_at = 0, 0.0  # iteration and minutes
-        self._iterations_between = 1
-        self.minutes = 0.0
+    config: TrainingConfig
+    topology: Topology
+    signals: StopSignals
+    lease: FolderLease | None = None
+    layout_file: str | None = None
+    can_grow: Callable[[], bool] = lambda: False
+    has_layout_file: bool = False
+    minutes: float = 0.0
+    _checked_at: tuple[int, float] = 0, 0.0  # iteration and minutes
+    _iterations_between: int = 1
 
     def after(self, iteration: int) -> Stop | None:
         """Return why to stop after `iteration`, or None to continue."""
