@@ -352,9 +352,7 @@ class _Reader:
             raise self.damaged(f"{RUN} belongs to iteration {iteration}, not to {name}")
         return description
 
-    def index(
-        self,
-    ) -> tuple[dict[str, tuple[TensorRecord, ...]], frozenset[str], dict[str, list[str]], int]:
+    def index(self) -> tuple[dict[str, tuple[TensorRecord, ...]], frozenset[str], dict[str, list[str]], int]:
         """Return the pieces by tensor, the files, and digests of their blocks, with the size of a block.
 
         A file is directly in the folder, and not hidden.

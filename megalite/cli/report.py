@@ -34,14 +34,7 @@ def main(arguments: Sequence[str]) -> None:
         metavar="FILE",
         help="the page; by default report.html in the run's folder, or in the current one for several runs",
     )
-    add(
-        "--log",
-        type=local_path,
-        nargs="+",
-        default=[],
-        metavar="FILE",
-        help="further logs of the first run",
-    )
+    add("--log", type=local_path, nargs="+", default=[], metavar="FILE", help="further logs of the first run")
     add(
         "--against-plan",
         type=local_path,

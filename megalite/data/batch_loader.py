@@ -122,12 +122,7 @@ class BatchLoader:
     def _numbers(self, consumed: int, index: int, replica: int) -> npt.NDArray[np.int64]:
         return microbatch_samples(consumed, index, self.micro_batch_size, replica, self.sample_ranks.size)
 
-    def _load(
-        self,
-        consumed: int,
-        numbers: npt.NDArray[np.int64],
-        read: ReadMicrobatch | None,
-    ) -> Microbatch:
+    def _load(self, consumed: int, numbers: npt.NDArray[np.int64], read: ReadMicrobatch | None) -> Microbatch:
         """Load samples by number to the device; `read` is None on a rank that reads no samples."""
         count = self.sequences_per_sample(consumed)
         if read is None:

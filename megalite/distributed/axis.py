@@ -95,6 +95,13 @@ class Axis:
                 dist.all_gather_object(found, mine, group=self.group)
         return found
 
+    def objects_at_last(self, mine: T, of: str) -> list[T] | None:
+        """Return an object of each rank of the axis, in order, on the last of them; None on the others."""
+        found = [mine] * self.size if self.rank == self.size - 1 else None
+        with self.wait("gather", of):
+            dist.gather_object(mine, found, dst=self.ranks[-1], group=self.group)
+        return found
+
     def object_of_first(self, mine: T, of: str) -> T:
         """Return the object of the axis's first rank, on all of them; a collective that pickles."""
         found = [mine]

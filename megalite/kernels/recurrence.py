@@ -371,14 +371,7 @@ _ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor decay, Tensor rate, Tensor? starts, Tensor? state, bool is_delta"
 )
 
-define(
-    "recurrence",
-    f"({_ARGUMENTS}) -> (Tensor, Tensor)",
-    reference,
-    _fake,
-    save=_save,
-    backward=_backward,
-)
+define("recurrence", f"({_ARGUMENTS}) -> (Tensor, Tensor)", reference, _fake, save=_save, backward=_backward)
 define(
     "recurrence_backward",
     f"(Tensor grad, Tensor? grad_last, {_ARGUMENTS}) -> Tensor[]",

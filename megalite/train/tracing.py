@@ -383,9 +383,7 @@ class PipelineTracing(Callback):
         with topology.events.during(DEVICE):
             spans = recorder.spans()
         mine: _RankTrace = topology.coordinates, samples, spans
-        gathered: list[Any] | None = [None] * topology.world_size if topology.is_reporter else None
-        with topology.world.wait("gather", "the trace"):
-            dist.gather_object(mine, gathered, dst=topology.world_size - 1)
+        gathered = topology.world.objects_at_last(mine, "the trace")  # on the reporting rank
         if gathered is not None:
             self._report(gathered)
 

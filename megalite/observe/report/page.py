@@ -376,9 +376,7 @@ def _flow(report: dict[str, Any]) -> Table:
         )
         for step in report["steps"]
     ]
-    rows.append(
-        ("output", f"{output['documents']:,}", "", f"{output['bytes']:,}", f"{output['tokens']:,}"),
-    )
+    rows.append(("output", f"{output['documents']:,}", "", f"{output['bytes']:,}", f"{output['tokens']:,}"))
     rows += [
         (name, f"{count:,}", "", "", "")
         for name, count in (

@@ -15,7 +15,6 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
-import torch.distributed as dist
 from torch.profiler import DeviceType, ProfilerActivity
 
 from megalite.attention.plain import attend, attend_backward
@@ -171,9 +170,7 @@ class TimeRecorder(Observer):
             return None
         mine, self._ended = self._ended, None
         topology = self._topology
-        ranks: list[Any] | None = [None] * topology.world_size if topology.is_reporter else None
-        with topology.world.wait("gather", "time terms"):
-            dist.gather_object(mine, ranks, dst=topology.world_size - 1)
+        ranks = topology.world.objects_at_last(mine, "time terms")  # on the reporting rank
         between, self._between = self._between, defaultdict(float)
         known = sum(seconds for term, seconds in between.items() if term != LOGGING)
         between[BETWEEN] = max(0.0, self._gap - known)
