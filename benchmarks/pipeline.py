@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from megalite.config import ParallelConfig
 from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
-from megalite.pipeline.executor import Pipeline
-from megalite.pipeline.messages import PointToPoint
+from megalite.pipeline.executor import Pipeline, PointToPoint
 from megalite.pipeline.schedules import SCHEDULES
 from megalite.tensor_parallel.gemm import WeightGradientStore
 

@@ -33,8 +33,7 @@ from megalite.model.experts import Router
 from megalite.model.stage import DTYPES, Stage, is_own_model
 from megalite.optim.gradient_scale import DynamicLossScaler
 from megalite.optim.weight_gathering import WeightGathering
-from megalite.pipeline.executor import Pipeline
-from megalite.pipeline.messages import PointToPoint
+from megalite.pipeline.executor import Pipeline, PointToPoint
 from megalite.tensor_parallel.fp8 import Fp8Weights
 from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megalite.tensor_parallel.parameter_spec import ParameterShard

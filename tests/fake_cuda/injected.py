@@ -20,7 +20,7 @@ from megalite.data import batch_loader
 from megalite.data.batch.microbatch import Microbatch
 from megalite.distributed import collectives
 from megalite.optim import gradient_buckets
-from megalite.pipeline import messages
+from megalite.pipeline import executor
 
 Change = Callable[..., AbstractContextManager[Any]]
 
@@ -74,6 +74,6 @@ INJECTED: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "a gather has a part too few": lambda: _changed(collectives, "all_gather_single", _short),
     "integers of 16 bits are summed": lambda: _changed(gradient_buckets, "start_all_reduce", _as_int16),
     "host and device are summed": lambda: _changed(gradient_buckets, "start_all_reduce", _with_host),
-    "a message has no elements": lambda: _changed(messages, "_launch_together", _without_elements),
+    "a message has no elements": lambda: _changed(executor, "_launch_together", _without_elements),
 }
 """Blocks with an error in the code; the empty name is a block without one."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megalite.distributed.collectives import Pending
 from megalite.optim.flat_buffers import BucketEntry
 from megalite.optim.gradient_buckets import GradientBuffer
-from megalite.pipeline.messages import PointToPoint
+from megalite.pipeline.executor import PointToPoint
 from megalite.train.loop import Callback, TrainingLoop
 from megalite.train.train_step import StepResult
 

@@ -53,8 +53,8 @@ from megalite.optim import (
     post_step_hooks,
     weight_gathering,
 )
-from megalite.pipeline import executor, messages
-from megalite.pipeline.messages import PointToPoint
+from megalite.pipeline import executor
+from megalite.pipeline.executor import PointToPoint
 from megalite.pipeline.schedules import ActionKind
 from megalite.tensor_parallel import (
     counter_random,
@@ -919,7 +919,7 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
          before(lambda stored: (stored[:-1],))),
         ("a stored weight gradient is computed twice", "pp2zb", executor, "run_stored",
          before(lambda stored: ([*stored, *(each for each in stored if each.weight.dim() == 1)],))),
-        ("a message overtakes the one before", "pp2", messages, "_launch_each", _overtaking),
+        ("a message overtakes the one before", "pp2", executor, "_launch_each", _overtaking),
     ],
     "gradient norm": [
         ("both copies of a tied embedding count", "pp2", optimizer.Optimizer, "_is_copied",

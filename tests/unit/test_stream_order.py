@@ -47,7 +47,7 @@ from megalite.optim.offload import OptimizerOffload
 from megalite.optim.optimizer import Optimizer
 from megalite.optim.staging import Staging
 from megalite.optim.weight_gathering import ChunkModules, ShardedWeights, WeightGatherer
-from megalite.pipeline.messages import PointToPoint
+from megalite.pipeline.executor import PointToPoint
 from megalite.pipeline.schedules import SCHEDULES, ScheduleName
 from megalite.plan.calibrate import _host_link_rate
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_parameter
@@ -362,7 +362,7 @@ COVERED = {
     "megalite/optim/offload.py": ("offload, zero 1",),
     "megalite/optim/weight_gathering.py": ("zero 3",),
     "megalite/optim/staging.py": ("offload, zero 1",),
-    "megalite/pipeline/messages.py": ("pipeline, 1f1b",),
+    "megalite/pipeline/executor.py": ("pipeline, 1f1b",),
     "megalite/plan/calibrate.py": ("host link",),
     "megalite/tensor_parallel/vocab_parallel.py": ("tied embedding",),
     "megalite/tensor_parallel/parameter_spec.py": ("zero 3",),

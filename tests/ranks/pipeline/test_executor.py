@@ -10,8 +10,8 @@ from megalite.config import ParallelConfig
 from megalite.data.batch.microbatch import LossTerm, WithTerms
 from megalite.distributed.axis import observing
 from megalite.distributed.local_ranks import RankError
-from megalite.pipeline.executor import Pipeline
-from megalite.pipeline.messages import MAX_OPEN_BATCHES, PointToPoint
+from megalite.pipeline.executor import Pipeline, PointToPoint
+from megalite.pipeline.messages import MAX_OPEN_BATCHES
 from megalite.pipeline.schedules import SCHEDULES, Action, ActionKind, peak_in_flight
 from megalite.tensor_parallel.gemm import WeightGradientStore
 from megalite.utils.errors import UserError

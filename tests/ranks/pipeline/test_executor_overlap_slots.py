@@ -13,8 +13,7 @@ from megalite.config.presets import PRESETS
 from megalite.distributed.collectives import OverlapSlots
 from megalite.distributed.topology import Topology
 from megalite.model.experts import MixtureOfExperts, Router
-from megalite.pipeline.executor import Pipeline
-from megalite.pipeline.messages import PointToPoint
+from megalite.pipeline.executor import Pipeline, PointToPoint
 from megalite.tensor_parallel.counter_random import initialize
 from megalite.tensor_parallel.gemm import WeightGradientStore
 from megalite.tensor_parallel.parameter_spec import LayerContext

@@ -16,7 +16,7 @@ from megalite.observe.judge.rank_record import Task, import_adapter
 from megalite.observe.verify.layouts import Layout
 
 pytestmark = pytest.mark.slow
-WRONG = str(Path(__file__).with_name("wrong_package.py"))
+WRONG = str(Path(__file__).parents[1] / "wrong_package.py")
 CONFIG = with_fields(
     Config(model=PRESETS["llama-tiny"]),
     **{"num_layers": 1, "vocab_size": 32, "hidden_size": 32, "kv_channels": 8, "qk_layernorm": True},

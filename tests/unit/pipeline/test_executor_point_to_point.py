@@ -7,8 +7,9 @@ import torch
 
 from megalite.config import ParallelConfig
 from megalite.distributed.topology import Topology
-from megalite.pipeline import messages
-from megalite.pipeline.messages import Batch, PointToPoint, StageMessage
+from megalite.pipeline import executor
+from megalite.pipeline.executor import PointToPoint
+from megalite.pipeline.messages import Batch, StageMessage
 from megalite.pipeline.schedules import Action, ActionKind
 
 
@@ -17,7 +18,7 @@ def test_a_batch_is_started_as_the_device_s_backend_wants(device: str, launch: s
     parallel = ParallelConfig(pipeline_model_parallel_size=2)
     with Topology.fake(parallel.mesh, 2, 0) as topology:
         found = PointToPoint(topology.pp, torch.float32, torch.device(device))
-    assert found._launch is getattr(messages, launch)
+    assert found._launch is getattr(executor, launch)
 
 
 @pytest.mark.parametrize("kind", ActionKind)
@@ -28,7 +29,7 @@ def test_gradients_have_a_group_of_their_own(kind: ActionKind, monkeypatch: pyte
         groups.append(group)
         return [], None
 
-    monkeypatch.setattr(messages, "_launch_each", launch)
+    monkeypatch.setattr(executor, "_launch_each", launch)
     with Topology.fake(ParallelConfig(pipeline_model_parallel_size=2).mesh, 2, 0, device="cpu") as topology:
         exchange = PointToPoint(topology.pp, torch.float32, topology.device)
         exchange.start(Batch(StageMessage(0, 1, Action(kind, 0))), torch.zeros(1), (1,))
