@@ -42,7 +42,6 @@ class Case:
     """Requirements of a run on attention.
 
     Attributes:
-        context: context of the layers that compute it.
         layers: numbers of these layers; None for all.
     """
 
@@ -80,7 +79,6 @@ class Backend(NamedTuple):
     """Functions of one way to compute attention.
 
     Attributes:
-        build: builds the kernel.
         refusal: returns why it does not support a run, besides `KERNEL_FEATURES`; empty if it does.
         kernels: kernels of scaled_dot_product_attention that it may use; empty if it does not call it.
     """
@@ -328,12 +326,7 @@ def build_core(config: ModelConfig, context: LayerContext, backend: str | None =
 def _layer_core(
     config: ModelConfig, context: LayerContext, layers: tuple[int, ...], backend: str | None
 ) -> LayerCore:
-    """Build attention of layers with one communication type of context parallelism.
-
-    Args:
-        context: their context.
-        layers: their numbers.
-    """
+    """Build attention of layers with one communication type of context parallelism."""
     assert context.topology.positions.is_zigzag or not context.gathers_keys, (
         "gathered keys need zigzag slices"
     )

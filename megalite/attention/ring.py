@@ -92,7 +92,6 @@ def ring_steps(held: Assignment, own: int, window: int | None, is_causal: bool) 
 
     Args:
         held: positions of each rank.
-        own: the rank.
     """
     ranks, num_ranks = held.ranks, len(held.ranks)
 

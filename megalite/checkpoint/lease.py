@@ -138,11 +138,7 @@ class LeaseHolder:
 class FolderLease:
     """Check, on any rank, that this run may still write to its folder of checkpoints.
 
-    Args:
-        save: value of --save.
-
     Attributes:
-        number: number of the lease.
         content: content of its file while this run holds the lease.
     """
 

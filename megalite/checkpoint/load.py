@@ -300,7 +300,6 @@ def plan_load(
 
     Args:
         wanted: all tensors of this rank, by name.
-        data: identity of the run's data.
 
     Raises:
         UserError: the checkpoint belongs to another model or run, or lacks what the run needs.

@@ -37,7 +37,6 @@ def load_local(
 
     Args:
         folder: where the persistent checkpoints are.
-        tensors: all tensors of this rank, by name.
         data: see `load_checkpoint`.
 
     Returns:

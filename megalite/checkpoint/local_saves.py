@@ -61,7 +61,6 @@ class _Part(NamedTuple):
 
     Attributes:
         save: name of the save, which is new each time.
-        num_parts: number of parts of the save.
         source: rank that wrote it.
         node: a node that has it.
     """
@@ -120,11 +119,7 @@ class LocalSaves:
         return self.root / _folder_of(self.topology.rank)
 
     def check_space(self, tensors: Tensors) -> None:
-        """Log how much a node needs for two saves, and warn if one has less; every rank must call this.
-
-        Args:
-            tensors: all tensors of this rank, by name.
-        """
+        """Log how much a node needs for two saves, and warn if one has less; every rank must call this."""
         free = 0
         if self._leads:
             with suppress(OSError):  # what is there will be replaced
@@ -341,7 +336,6 @@ class LocalSave:
     """Local save of a rank.
 
     Attributes:
-        saves: local saves of the run.
         lease: lease on the --save folder, which also names the local folder; None if no other run can write
             there.
     """

@@ -199,7 +199,6 @@ def seal(folder: Path, description: Mapping[str, Any], config_text: str, files: 
 
     Args:
         description: content of run.json, to which format and versions are added.
-        files: files of every rank.
 
     Raises:
         OSError: the folder cannot be written.

@@ -31,7 +31,6 @@ class ParameterRange:
         full_shape: shape of the full tensor without padding. Padding depends on the layout, so a box can
             extend beyond the end of a dim.
         offsets: index of the first element of the box along each dim.
-        shape: shape of the box.
     """
 
     full_shape: tuple[int, ...]

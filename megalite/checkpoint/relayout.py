@@ -40,9 +40,6 @@ def hold(tensors: Tensors, topology: Topology) -> HeldPieces:
     """Copy to host memory what this rank would write to a checkpoint, with the ranges in the old layout.
 
     Ranks that have the same elements each hold a share of them.
-
-    Args:
-        tensors: tensors of this rank, by name.
     """
     return [
         (
@@ -65,7 +62,6 @@ def exchange(held: HeldPieces, tensors: Tensors, topology: Topology) -> int:
     Args:
         held: what `hold` returned in the old layout. It is emptied: each piece is freed once no rank needs it
             any more.
-        tensors: tensors of this rank, by name.
         topology: the ranks in the new layout.
 
     Returns:

@@ -268,7 +268,6 @@ def read_tensors(
     file does not change. Floating-point numbers of another dtype are rounded to the tensor's dtype.
 
     Args:
-        tensors: tensors of this rank, by name.
         sources: names in the checkpoint, for tensors whose names differ there.
 
     Raises:

@@ -89,7 +89,6 @@ class BlendedDataset:
     """Blend that draws each sample from the dataset furthest behind its share, without randomness.
 
     Attributes:
-        datasets: the datasets to blend.
         dataset_index: int16 [n], dataset of each sample.
         dataset_sample_index: int64 [n], number of each sample in its dataset.
     """
@@ -108,7 +107,6 @@ class BlendedDataset:
         Args:
             datasets: datasets with at least as many samples as the blend draws from each.
             weights: weights of the datasets, in any unit.
-            num_samples: number of samples of the blend.
             cache: stores and maps the order; None to build it in memory.
             prefix: prefix of the first corpus; the default cache is beside it.
             split_name: name of the split, used in file names of the cache.
@@ -171,9 +169,6 @@ class Epochs:
 
     Args:
         num_samples: number of samples in all epochs; the last epoch may be partial.
-
-    Attributes:
-        dataset: the dataset that is repeated.
 
     Raises:
         UserError: the dataset is empty.

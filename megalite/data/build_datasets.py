@@ -34,7 +34,6 @@ class NamedDataset(NamedTuple):
 
     Attributes:
         split: "valid" or "test".
-        name: the user's name for the dataset.
     """
 
     split: str
@@ -111,10 +110,8 @@ def num_samples_per_split(
 
     Args:
         train_samples: length of the run in samples; 0 if it is set in iterations.
-        train_iters: iterations of the run.
         eval_interval: iterations between two evaluations; 0 for one at the end only.
         eval_iters: batches per evaluation.
-        global_batch_size: samples per batch.
     """
     num_evaluations = (train_iters // eval_interval if eval_interval > 0 else 0) + 1
     train = train_samples if train_samples > 0 else train_iters * global_batch_size
@@ -144,7 +141,6 @@ def build_from_corpora(
         sources: blends of each split.
         opened: the corpora by prefix; see `open_corpora`.
         num_samples: number of samples requested from train, valid and test.
-        options: options of all datasets.
 
     Raises:
         UserError: a split is too small for one sample, there is nothing to train on, or a corpus does not

@@ -38,7 +38,6 @@ class CorpusIdentity:
 
     Attributes:
         bin_bytes, sequences, documents: sizes of the corpus.
-        dtype: dtype of the tokens.
         index_sha256: hash of lengths, offsets and documents; of a large array, `_WHOLE_BYTES` are hashed.
         tokens_sha256: hash of the first tokens of a few sequences, and of their loss mask if it is read; None
             for a corpus in object storage.
@@ -197,7 +196,6 @@ def samples_lost_and_repeated(
     Args:
         saved, here: records of `DataRecord.for_json`.
         num_consumed: number of samples that were trained on with the saved blend.
-        num_samples: number of samples of the whole run.
 
     Returns:
         A text for each corpus with such samples; none if corpora are weighted by their sizes.

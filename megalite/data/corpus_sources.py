@@ -145,7 +145,6 @@ def sources_of_one_blend(data_path: Sequence[str], split: str) -> Sources:
     """Return one blend for all splits: each split reads its part of every corpus.
 
     Args:
-        data_path: values of --data-path.
         split: weights of train, valid and test, such as "949,50,1".
     """
     prefixes, weights = parse_data_path(data_path)

@@ -175,7 +175,6 @@ def list_shards(
     Args:
         prefixes: the datasets, in order.
         output_prefix: prefix of the list.
-        overwrite: replace a list.
         checksums: returns what `checksums_of` would; None to read the shards.
         shuffle_seed: see `ShardList`.
 

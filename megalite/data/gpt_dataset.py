@@ -103,7 +103,6 @@ def gpt_index(
         num_samples: build at least this many samples, from as many epochs as needed; None for one epoch.
         seq_length: S; a sample holds S + 1 tokens.
         seed: seed of the shuffles, the same for every dataset and split.
-        prefix: prefix of the corpus.
         check_lengths: raises if the lengths have changed; called before a new index is stored.
 
     Raises:

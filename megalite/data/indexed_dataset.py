@@ -434,7 +434,6 @@ def write_index(
 
     Args:
         stream: the new file.
-        dtype: dtype of the tokens.
         sizes: number of sequences and of documents.
         lengths: yields the sequences' lengths, some at a time.
         counts: yields the documents' numbers of sequences, some at a time.

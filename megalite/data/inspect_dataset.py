@@ -60,7 +60,6 @@ def find_problem(dataset: IndexedDataset, summary: DatasetSummary, vocab_size: i
 
     Args:
         dataset: the dataset; opening it has checked its index.
-        summary: its statistics.
         vocab_size: upper bound of its token ids, if known.
     """
     if isinstance(dataset, ShardedDataset) and (altered := dataset.first_altered()) is not None:

@@ -68,7 +68,6 @@ class MixturePlan:
 
     Attributes:
         path: the file, for messages.
-        names: names of the sources.
         sizes: samples of an epoch of each source.
         limits: most samples that may be read of each source; None for any number.
     """
@@ -92,7 +91,6 @@ class MixturePlan:
 
         Args:
             sizes: samples of an epoch of each source.
-            num_samples: samples of the run.
             seq_length: tokens of a sample.
             consumed_after: returns the samples that a number of iterations have consumed.
 
@@ -333,7 +331,6 @@ class MixtureDataset(BlendedDataset):
     """Samples of a mixture that changes during the run.
 
     Attributes:
-        plan: the mixture.
         drawn, exhausted: see `MixtureOrder`.
     """
 
@@ -348,7 +345,6 @@ class MixtureDataset(BlendedDataset):
         """Order the samples.
 
         Args:
-            num_samples: number of samples of the run.
             new_dataset: returns a source by its index, with this many samples.
             cache: stores and maps the order; None to build it in memory.
             prefix: prefix of the first corpus; the default cache is beside it.

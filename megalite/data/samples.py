@@ -96,7 +96,6 @@ class Samples:
     """Samples of a kind of model.
 
     Attributes:
-        seq_length: number of tokens in a sample.
         are_of_documents: whether corpora are split into training and evaluation by complete documents, or
             by sequences.
         are_whole_documents: whether a sample holds whole documents, and padding. Then an evaluation reads
@@ -278,7 +277,6 @@ class MockDataset:
 
     Args:
         split: number of the split, so that splits differ.
-        draw: draws a sample.
     """
 
     def __init__(

@@ -68,7 +68,6 @@ class ShardList:
         dtype: name of the tokens' dtype.
         tokenizer: digest of the tokenizer that made all shards; None if it is not known.
         checksums_crc32: CRC-32 of PREFIX.shards.crc32.
-        shards: the shards in order.
         shuffle_seed: seed of the order of the documents; None if this is that of the input, or not known.
         piece_bytes: bytes of each piece of a .bin, but for the last one; None without checksums of pieces.
     """
@@ -245,7 +244,6 @@ class ShardedDataset(IndexedDataset):
 
     Attributes:
         prefix: prefix of the list, as the user wrote it.
-        shards: the shards, in order.
 
     Raises:
         UserError: the list or a shard is missing or damaged, or a shard is not the one that was listed.

@@ -89,7 +89,6 @@ class MappedBytes:
     Attributes:
         array: the file's bytes, uint8.
         mapped: mappings that reading the array depends on.
-        local_path: path of the mapped file.
     """
 
     array: npt.NDArray[np.uint8]
@@ -198,7 +197,6 @@ class CachedBytes(MappedBytes):
         """Open a file.
 
         Args:
-            url: URL of the object.
             folder: cache folder on a local disk; by default in the folder of temporary files.
             limit: bytes that all files in the folder may take.
         """

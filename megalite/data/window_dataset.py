@@ -82,7 +82,6 @@ class WindowDataset:
         shuffle_block: number of consecutive windows that are shuffled as one; see `shuffled_windows`.
 
     Attributes:
-        indexed: the corpus.
         num_windows: number of samples of an epoch.
 
     Raises:

@@ -46,7 +46,6 @@ class Process(NamedTuple):
     """Process of a run.
 
     Attributes:
-        node: name of its node.
         address: host and port of its store.
     """
 
@@ -116,7 +115,6 @@ class KnownProcesses:
         """Come to a run of another launch; return None if none of its processes can be reached.
 
         Args:
-            name: name of the run's processes.
             addresses: host:port of the stores of some of them.
 
         Raises:

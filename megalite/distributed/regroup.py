@@ -63,8 +63,6 @@ class HeldPart(NamedTuple):
     """Part of a local save that a process's node has.
 
     Attributes:
-        save: name of the save.
-        num_parts: number of its parts.
         part: number of this one.
     """
 

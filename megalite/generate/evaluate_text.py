@@ -80,7 +80,6 @@ class LossMeter:
     """Loss of windows with one model. Every rank must pass the same windows.
 
     Args:
-        stage: this rank's stage of the model.
         ends: treatment of document ends, as in training; None to ignore them.
         batch_size: windows per batch of a replica.
     """
@@ -235,9 +234,6 @@ def evaluate_texts(
     """Yield the loss of each text; for several texts, also yield their total loss.
 
     A text is a document: an end-of-document token precedes it, so its first token is also predicted.
-
-    Args:
-        texts: texts by name.
     """
     meter = _meter(trained, options, topology)
     eod = end_of_document(tokenizer)

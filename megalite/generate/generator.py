@@ -270,7 +270,6 @@ class Completion:
     """Generated text of one prompt.
 
     Attributes:
-        prompt_number: index of the prompt.
         sample: index among the samples of the prompt.
         ids: the new tokens, without the end-of-document token.
         finish_reason: "stop" if the model ended the text, "length" if it reached the maximum number of
@@ -349,7 +348,6 @@ class Sampling:
         temperature: divisor of the logits; 0 chooses the likeliest token.
         top_k: sample from the `top_k` likeliest tokens; 0 for all.
         top_p: of these, sample from the fewest whose probabilities add up to `top_p`; 1 for all.
-        seed: seed of the noise.
     """
 
     temperature: float = 1.0

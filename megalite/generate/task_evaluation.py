@@ -66,13 +66,7 @@ class LoadedTasks(NamedTuple):
 
 
 class TaskEvaluation(Callback):
-    """Evaluates the tasks of --eval-tasks at intervals, and once the run is finished.
-
-    Args:
-        tasks: tasks from `load_tasks`.
-        tokenizer: the run's tokenizer.
-        writers: the run's outputs.
-    """
+    """Evaluates the tasks of --eval-tasks at intervals, and once the run is finished."""
 
     def __init__(self, tasks: LoadedTasks, tokenizer: Tokenizer, writers: Writers) -> None:
         self.tasks = tasks

@@ -197,7 +197,6 @@ def fill_normal_(
         out: contiguous, fp64, fp32, bf16 or fp16.
         key: 64 bits, from `site_key(seed, parameter's full name)`.
         std: standard deviation.
-        mean: mean.
         base: index of the first element in the full tensor.
         run_length: number of consecutive elements in a run; by default all of `out`.
         run_stride: distance between the first elements of consecutive runs; by default `run_length`.

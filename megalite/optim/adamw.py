@@ -193,7 +193,6 @@ class AdamW:
 
     Args:
         offload: holds the first states; None if all states are on the device.
-        scaler: loss scaler of the gradients.
         observers: notified of clipping and of the update, by the names of Megatron-LM's timers.
 
     Attributes:
@@ -396,7 +395,6 @@ class RoundedMoments:
         Args:
             entries: parameters of the state.
             owned: elements of the bucket in the state.
-            seed: seed of the run.
         """
         self.dtypes = dtypes
         self._spans = [span for entry in entries for span in _spans(entry, owned, seed, topology)]

@@ -115,7 +115,6 @@ class Bucket:
         """Move parameters with equal dtype into a new flat tensor.
 
         Args:
-            kind_of: returns a parameter's kind.
             main_dtype: shard the weights, and keep this rank's shard of the main weights in this dtype. The
                 parameters have no memory yet. None for weights that each rank holds in full.
         """
@@ -188,7 +187,6 @@ def make_buckets(
         named_parameters: parameters in the order in which forward uses them.
         new_bucket: makes a bucket of parameters of one kind.
         bucket_size: number of elements at which a bucket is full; `usual_bucket_size` by default.
-        kind_of: returns a parameter's kind.
     """
 
     def key(parameter: nn.Parameter) -> tuple[ParameterKind, bool]:

@@ -237,7 +237,6 @@ class MatrixPiece(NamedTuple):
         state: number of the state that has them.
         owner: rank that orthogonalizes the matrix.
         slices: consecutive elements in the state.
-        numel: number of the elements.
     """
 
     state: int

@@ -42,8 +42,6 @@ class OffloadedUpdate(NamedTuple):
         gradient: unscaled and clipped gradient, ``[n]``; unused if it has been copied to the host.
         weight: receives the new main weights, ``[n]``, rounded to its dtype. If the storage has no main
             weights, it holds the old ones.
-        learning_rate: learning rate of this state.
-        weight_decay: weight decay of this state.
         epsilon: AdamW's epsilon for this state.
     """
 

@@ -75,7 +75,6 @@ class Optimizer:
             named_parameters: parameters of this rank, in the order in which forward uses them.
             tied: tied word embedding, if the pipeline has more than one rank and this rank holds the first or
                 the last stage.
-            dtype: dtype of the weights.
             chunks: this rank's model chunks, whose units wait for their weights if the all-gather overlaps
                 forward, and at ZeRO stage 3.
             fuses_weight_gradients: linear layers add their weight gradients to the buffers.

@@ -108,7 +108,6 @@ class QKClip:
     alpha), with their biases. This scales all scores of the group by t / S.
 
     Args:
-        layers: layers of this rank.
         states: this rank's optimizer states with elements.
     """
 

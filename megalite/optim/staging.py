@@ -97,9 +97,7 @@ class HostGradients:
     """Gradients of offloaded states in pinned host memory; they are copied while backward runs.
 
     Args:
-        device: device of the gradients.
         numels: number of elements of each state.
-        dtype: dtype of the gradients.
 
     Raises:
         UserError: the system does not allow the process to pin the memory.
@@ -129,11 +127,7 @@ class HostGradients:
         self.copied[state] = HostGradient(self._tensors[state], event)
 
     def copy_missing(self, gradients: Sequence[Tensor]) -> None:
-        """Copy the gradients that have not been copied yet; the device's later work waits for all copies.
-
-        Args:
-            gradients: gradients of all states.
-        """
+        """Copy the gradients that have not been copied yet; the device's later work waits for all copies."""
         for state, gradient in enumerate(gradients):
             if state not in self.copied:
                 self.copy(state, gradient)

@@ -46,7 +46,6 @@ class StateSize(NamedTuple):
 
     Attributes:
         numel: number of elements of each tensor.
-        dtype: dtype of each tensor.
         kinds: names of the tensors, such as main and exp_avg.
     """
 
@@ -102,7 +101,6 @@ class StateStorage:
         order: order of the states in an update; None for the order of `sizes`.
 
     Attributes:
-        sizes: sizes of the states.
         ranges: ranges in the order of an update.
     """
 

@@ -133,7 +133,6 @@ class ChunkModules(NamedTuple):
 
     Attributes:
         module: the chunk.
-        layers: its layers.
         units: its modules in the order in which forward calls them, layers included.
     """
 

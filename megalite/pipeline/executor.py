@@ -68,7 +68,6 @@ class PointToPoint:
         Args:
             batch: a batch of this rank's plan; see `plan_rank`.
             outgoing: the tensor to send, if the batch has a send.
-            shape: shape of each tensor.
         """
         send: Parcel | None = None
         if batch.send:

@@ -138,7 +138,6 @@ class ScaleHistory:
     """Update of the scales of a rank's linear layers, after the optimizer's.
 
     Args:
-        layers: linear layers of this rank, with their GEMMs.
         uses_newest: scales follow from the last iteration, and not from the largest of the history.
     """
 

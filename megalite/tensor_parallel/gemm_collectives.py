@@ -300,7 +300,6 @@ def choose_overlap(
 
     Args:
         num_tokens: tokens of a microbatch.
-        dtype: dtype of the activations.
         is_fp8: whether the layers' GEMMs have 8 or 4 bits.
     """
     num_chunks = parallel.tp_comm_chunks(num_tokens, topology.device.type)

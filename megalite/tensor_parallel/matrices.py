@@ -22,7 +22,6 @@ class Matrix:
         first: its first row in each period.
         rows: number of its consecutive rows in each period.
         period: number of rows after which the rows of all fused matrices repeat.
-        shape: shape of the matrix.
     """
 
     index: tuple[int, ...]

@@ -134,8 +134,6 @@ class ParameterShard:
     Attributes:
         tensor: these elements, ``[n]``; n may be 0.
         start: position of the first element in the slice.
-        shape: shape of the slice.
-        spec: spec of the parameter or buffer.
         is_replicated: whether every data-parallel rank has these elements; otherwise the other ranks that
             ZeRO shards over have the rest.
         is_buffer: whether it is a module's buffer, which forward may change.

@@ -69,7 +69,6 @@ class GlobalBatches:
 
         Args:
             read: reads a microbatch by its index; called once for each.
-            num_microbatches: number of microbatches of this rank.
             num_sequences: number of sequences of the global batch.
             seq_length: tokens of each.
             counts_afterwards: divide the sum over the tokens with a loss by the number of all tokens; by
@@ -205,7 +204,6 @@ class Evaluator:
     """Evaluates a rank's part of the model, together with the other ranks.
 
     Args:
-        chunks: this rank's model chunks.
         pipeline: runs the chunks.
 
     Attributes:

@@ -87,11 +87,8 @@ class SampleSpan:
     """Consecutive tokens of a sample in one sequence of a corpus.
 
     Attributes:
-        prefix: prefix of the corpus.
-        document: number of the document in the corpus.
         sequence: number of the sequence in the corpus; equals `document` if documents have one sequence each.
         offset: position of the first of these tokens in the sequence.
-        tokens: the token ids.
     """
 
     prefix: str

@@ -64,7 +64,6 @@ class IterationPlanner:
     """Plan of each iteration of a run, from its number and its first sample alone, so a run can resume.
 
     Args:
-        config: validated config.
         dp: data-parallel size.
     """
 

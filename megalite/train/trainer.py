@@ -85,7 +85,6 @@ class Trainer:
 
     Attributes:
         config: the run's config; resuming may change it.
-        chunks: this rank's model chunks.
         activation_offload: holds their activations in host memory; None if the config offloads none.
         progress: iterations and samples so far; `step` advances it.
         gathering: how long ZeRO stage 3 keeps gathered weights.

@@ -59,7 +59,6 @@ class HFFolder:
     """Tensors of a Hugging Face folder under their own names. Files are opened on first use.
 
     Attributes:
-        config: config.json.
         files: the file that each tensor is in.
 
     Raises:

@@ -303,7 +303,6 @@ class MegatronSource:
     """Parameters of a Megatron checkpoint, whose shards are joined one parameter at a time.
 
     Args:
-        folder: the folder, for messages.
         shards: each parameter's shards on the tensor-parallel ranks, by our name.
         arguments: the run's arguments; None if the checkpoint does not hold them.
         version: version of the checkpoint's format.

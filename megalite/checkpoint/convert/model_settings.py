@@ -37,9 +37,6 @@ def parameters_of(config: ModelConfig) -> dict[str, ParameterSpec]:
 
     Buffers that only training reads are not among them.
 
-    Args:
-        config: a valid config.
-
     Raises:
         UserError: the vocabulary size is unknown.
     """

@@ -31,7 +31,6 @@ class ExpertSizes:
     """Number and sizes of the experts that replace an MLP.
 
     Attributes:
-        topk: number of experts of a token.
         granularity: number of slices of the MLP's width, each of which is an expert.
     """
 

@@ -382,12 +382,7 @@ class LayerState(NamedTuple):
         return output if isinstance(output, LayerState) else LayerState(output)
 
     def after(self, output: WithTerms, hidden: Tensor) -> LayerState:
-        """Return the next layer's input.
-
-        Args:
-            output: the layer's output.
-            hidden: its hidden states.
-        """
+        """Return the next layer's input."""
         return self._replace(
             hidden=hidden, keys={**self.keys, **output.keys}, terms=add_terms(self.terms, output.terms)
         )

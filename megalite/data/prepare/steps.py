@@ -53,7 +53,6 @@ def build_settings(
 
     Args:
         where: what the messages begin with.
-        given: the mapping.
         others: values of fields that are no keys.
     """
     if not isinstance(given, dict):

@@ -36,7 +36,6 @@ class EncodedConversation(NamedTuple):
     """Encoded conversation.
 
     Attributes:
-        ids: its tokens.
         is_answer: uint8, 1 for each token that the assistant wrote, including the end of its turn.
         num_text_bytes: size of the rendered text in UTF-8.
     """

@@ -58,7 +58,6 @@ class DocumentRecord(NamedTuple):
     """One document as it is in its file; workers parse it.
 
     Attributes:
-        source: the file.
         number: number of the line, paragraph or row, from 1.
         kind: "json", "text" or "row"; "bad" if it cannot be used.
         data: the bytes, or a row's columns, or the reason why it is bad.

@@ -150,7 +150,6 @@ class InputPlan:
         """Plan a job.
 
         Args:
-            job: the job.
             files: names of the input files.
             stream_compressed: cut compressed files as they are read, in the process that iterates over the
                 pieces, because there are fewer files than workers; otherwise each file is one piece.

@@ -43,7 +43,6 @@ class WorkerPool(Generic[Task, Result]):
 
     Args:
         start: gets a worker's function; it can be pickled.
-        workers: number of processes.
         after_death: what to do if a process dies, for the message.
     """
 

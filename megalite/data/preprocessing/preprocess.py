@@ -88,7 +88,6 @@ def preprocess(job: PreprocessJob, on_progress: OnProgress | None = None) -> Pre
     fails leaves nothing; if it had resumed an earlier run, it leaves the finished pieces.
 
     Args:
-        job: the job.
         on_progress: called after each piece of the input.
 
     Raises:
@@ -332,7 +331,6 @@ class Ledger:
     UserError. It keeps the folder if a worker died, or if the folder holds an earlier run's work.
 
     Attributes:
-        folder: folder of the shards.
         header: settings of the interrupted run; empty if no run was interrupted.
     """
 

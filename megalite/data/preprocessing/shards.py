@@ -45,7 +45,6 @@ def pack(documents: EncodedDocuments, dtype: np.dtype[Any], eod: int | None) -> 
 
     Args:
         documents: token ids of each document's sequences.
-        dtype: dtype of the tokens.
         eod: token to append to each document's last sequence, or None.
 
     Raises:
@@ -169,9 +168,7 @@ def join_index(folder: str, extents: Sequence[Extent], dtype: np.dtype[Any], pat
     """Write the .idx of the pieces, and wait until it is on disk.
 
     Args:
-        folder: folder of the shards.
         extents: extents of the pieces, in order.
-        dtype: dtype of the tokens.
 
     Raises:
         OSError: it cannot be written.

@@ -38,7 +38,6 @@ class Rendered(NamedTuple):
     """Rendered conversation.
 
     Attributes:
-        text: the text to tokenize.
         answers: begin and end in characters of each part that the template marks as generated.
     """
 

@@ -232,7 +232,6 @@ class SentencePieceTokenizer(Tokenizer):
     """SentencePiece model; a document ends with its end-of-sentence token.
 
     Args:
-        model_file: file of the model.
         begins_texts: begin each text with the model's beginning-of-sentence token, as in Llama 2.
 
     Attributes:

@@ -120,7 +120,6 @@ class ProgramJudge:
         module: the adapter or the script.
         task: the program, its model and its options; `samples` and `start` are replaced if the adapter starts
             from megalite's model.
-        ranks: ranks to run on.
         folder: folder for checkpoints; None to judge none.
     """
 

@@ -343,7 +343,6 @@ def corpus_page(prefix: str, report: dict[str, Any]) -> str:
     """Return the page.
 
     Args:
-        prefix: prefix of the corpus.
         report: contents of PREFIX.report.json.
     """
     tables = [_flow(report), *_examples(report)]

@@ -273,7 +273,6 @@ class SaveChain:
 
     Args:
         folder: folder of the saves, which are as large as two checkpoints; None to save nothing.
-        record: records a run.
     """
 
     def __init__(self, folder: Path | None, record: Record) -> None:

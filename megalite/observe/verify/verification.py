@@ -49,7 +49,6 @@ def verify_layouts(
     the last one. If a layout trains another run, both are traced to find the first tensor that differs.
 
     Args:
-        num_iterations: number of iterations of each run.
         num_worst: number of parameters to show for each layout, those with the largest gradient differences.
         providers: providers of a custom model and datasets; by default the config determines them.
         replays_routing: send tokens to the experts of the run on one rank. Layouts are then not traced.
@@ -291,10 +290,8 @@ def locate_difference(
     """Trace a layout and one rank until an iteration differs, in fp64 if the model can run in it.
 
     Args:
-        config: config of the layout.
         reference: config of the same run on one rank.
         world_size: number of ranks of the layout.
-        num_iterations: number of iterations to trace.
 
     Raises:
         UserError: the configs cannot run.

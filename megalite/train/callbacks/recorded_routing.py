@@ -289,9 +289,7 @@ class RecordedExperts:
     """Experts of tokens of some iterations; files are mapped into memory and read on access.
 
     Args:
-        folders: the iterations.
         seq_length: number of tokens of a sample.
-        num_experts: number of experts of a layer.
 
     Raises:
         UserError: files are missing, or cannot be read.

@@ -137,7 +137,6 @@ class MachineLoad:
     are missing. InfiniBand's counters are files in /sys.
 
     Args:
-        device: this rank's device.
         infiniband: folder of the InfiniBand devices.
     """
 

@@ -162,9 +162,6 @@ class TimeRecorder(Observer):
         """Gather all ranks' times of a recorded iteration, a collective, and return its terms.
 
         The result is None for other iterations, and on ranks other than the reporting one.
-
-        Args:
-            num_microbatches: microbatches of the iteration on each rank.
         """
         if self._ended is None:
             return None

@@ -137,7 +137,6 @@ class TimeSample:
     are split too: `BUBBLE` is the wait that the schedule causes with the measured times of the stages.
 
     Attributes:
-        iteration: number of the iteration.
         num_iterations: number of iterations since the last sample.
         rank: the rank that waits least; with its host and its coordinates along the axes.
         layout: number of coordinates along each axis.
@@ -345,7 +344,6 @@ def compare(
         samples: samples of the run, at least one.
         planned: planned seconds by term; other terms are expected to take no time. Its computation may be
             split even if that of a sample is not.
-        source: source of `planned`.
     """
     num_iterations = sum(sample.num_iterations for sample in samples)
     by_sample = [sample.seconds for sample in samples]

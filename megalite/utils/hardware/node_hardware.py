@@ -35,8 +35,6 @@ class NodeHardware:
         num_sms: multiprocessors of the GPU; 1 for a CPU.
         has_peer_access: whether neighbouring GPUs access each other's memory.
         network_gbps: GB/s of a rank's share of the network adapters, one way; None if it is unknown.
-        host_bytes: memory of the node.
-        num_ranks: ranks of the node.
     """
 
     device: str
