@@ -53,7 +53,7 @@ class LossWatch:
 
         It is not if all ranks have an error. It may take seconds: a loss may be noticed after its error.
         """
-        if _is_of_gloo(error):
+        if isinstance(error, RuntimeError) and "gloo" in str(error):  # another process is gone
             return self._set_alarm()
         deadline, key = time.monotonic() + ANSWER_SECONDS, f"{_ERRORS}/{self._group.generation}"
         with suppress(*CLOSED):
@@ -146,11 +146,6 @@ class LossWatch:
                 with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
                     if connection.getsockname()[1] != own_port:
                         connection.shutdown(socket.SHUT_RDWR)
-
-
-def _is_of_gloo(error: BaseException) -> bool:
-    """Return whether an error is gloo's: another process is gone, or this one has closed the connection."""
-    return isinstance(error, RuntimeError) and "gloo" in str(error)
 
 
 def _connections() -> dict[str, int]:

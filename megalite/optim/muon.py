@@ -99,11 +99,6 @@ def orthogonalize(matrix: Tensor, kind: MuonCoefficients, num_steps: int) -> Ten
     return x.T if matrix.shape[0] > matrix.shape[1] else x
 
 
-def orthogonalization_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the iteration for weights of `dtype`: theirs, but bf16 instead of fp16."""
-    return torch.bfloat16 if dtype.itemsize == 2 else dtype
-
-
 class Muon:
     """Muon, for the matrices of the states; gradients are unscaled and clipped.
 
@@ -124,7 +119,7 @@ class Muon:
             MatrixExchange(
                 {number: states[number] for number in numbers},
                 topology,
-                orthogonalization_dtype(dtype),
+                torch.bfloat16 if dtype.itemsize == 2 else dtype,  # of the iteration: not fp16
                 splits_fused=config.muon_split_qkv,
             )
             for numbers in _rounds(states, topology)

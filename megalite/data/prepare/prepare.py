@@ -6,7 +6,7 @@ import glob
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial, reduce
 from pathlib import Path
@@ -148,7 +148,8 @@ def finish(plan: CorpusPlan) -> dict[str, Any]:
     """
     prefix, count = plan.job.prefix, plan.job.shards
     shards = [_facts(plan, "shard", i) for i in range(count)]
-    total = reduce(add_facts, _all_facts(plan), new_facts(len(plan.job.steps)))
+    tasks = ((name, number) for name in PASSES[:3] for number in range(plan.num_tasks(name)))
+    total = reduce(add_facts, (_facts(plan, *task) for task in tasks), new_facts(len(plan.job.steps)))
     if not total["kept"]:
         raise UserError(f"no document is left of {total['documents']:,}: nothing is written; relax the steps")
     total["groups"] = [_describe_group(plan, *group) for group in total["groups"][:MAX_EXAMPLES]]
@@ -214,12 +215,6 @@ def _exists(path: str) -> bool:
 def _facts(plan: CorpusPlan, name: str, number: int) -> Facts:
     facts: Facts = parse_json(plan.done_path(name, number).read_bytes())
     return facts
-
-
-def _all_facts(plan: CorpusPlan) -> Iterator[Facts]:
-    for name in PASSES[:3]:
-        for number in range(plan.num_tasks(name)):
-            yield _facts(plan, name, number)
 
 
 def _describe_group(plan: CorpusPlan, count: int, step: int, number: int, document: int) -> dict[str, Any]:

@@ -116,15 +116,6 @@ def validation_scalars(config: LoggingConfig, metrics: ValidationMetrics) -> dic
     return scalars
 
 
-def expert_scalars(loads: ExpertUse) -> dict[str, float]:
-    """Return the figures of each layer with experts."""
-    return {
-        f"experts/{name} {figure.replace('_', ' ')}": value
-        for name, layer in loads.layers.items()
-        for figure, value in layer.figures.items()
-    }
-
-
 class ScalarWriter(MetricsWriter):
     """Base class of writers to an output that plots scalars by iteration, with the samples beside them."""
 
@@ -154,7 +145,12 @@ class ScalarWriter(MetricsWriter):
     def expert_use(self, loads: ExpertUse) -> None:
         tokens = {f"{_LOADS}/{name}": layer.tokens for name, layer in loads.layers.items()}
         self.histograms(loads.iteration, tokens, _LOAD_EDGES)
-        self.scalars(loads.iteration, expert_scalars(loads))
+        figures = {
+            f"experts/{name} {figure.replace('_', ' ')}": value
+            for name, layer in loads.layers.items()
+            for figure, value in layer.figures.items()
+        }
+        self.scalars(loads.iteration, figures)
 
     def validation(self, metrics: ValidationMetrics) -> None:
         self.scalars(metrics.iteration, validation_scalars(self.config, metrics))
