@@ -1,7 +1,8 @@
-"""Read published runs in 16, 8 and 4 bits, and keep half of them unseen until the planner's constants are final.
+"""Read published runs in 16, 8 and 4 bits; half of them are planned once, when the constants are final.
 
-`published_rows.csv` has the open half, `published_rows_blind.csv` the other one. The first byte of the SHA-256
-of `source|task|gpu|precision|model` decides, so all releases of a setting are in the same half. Columns:
+`published_rows.csv` is the open half, `published_rows_blind.csv` the other one. The first byte of the
+SHA-256 of `source|task|gpu|precision|model` decides, so all releases of a setting are in the same half.
+Columns:
 
     settings         what the recipe sets besides the layout, in the release's tag of its repository
     recipe_differs   sizes in which the nearest recipe differs from the row: its settings may differ too
