@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 from megalite.utils.hardware.gpus import Gpu
 
@@ -34,6 +35,15 @@ class Cluster:
         """Return the number of nodes. The last node may be used only in part."""
         return -(-self.world_size // self.gpus_per_node)
 
+    @property
+    def ranks_per_domain(self) -> int:
+        """Return how many consecutive ranks NVLink connects: those of a node, or of a rack.
+
+        Every rack of a run holds as many nodes, so that no group of ranks straddles two of them.
+        """
+        most = max(1, self.gpu.nvlink_gpus // self.gpus_per_node)
+        return self.gpus_per_node * _largest_divisor(self.num_nodes, most)
+
     def ring_bandwidth(self, ranks_per_node: int) -> float:
         """Return the bytes per second of a ring over nodes that has this many ranks on each.
 
@@ -41,6 +51,11 @@ class Cluster:
         network.
         """
         return self.network_gbps * 1e9 * self.gpu.link_share * ranks_per_node
+
+
+@lru_cache
+def _largest_divisor(number: int, most: int) -> int:
+    return max(divisor for divisor in range(1, most + 1) if number % divisor == 0)
 
 
 @dataclass(frozen=True)
@@ -91,15 +106,15 @@ class Group:
 
     @property
     def is_inside_node(self) -> bool:
-        """Return whether all ranks are on one node."""
-        return self.size * self.stride <= self.cluster.gpus_per_node
+        """Return whether all ranks are on one node, or in one rack with NVLink."""
+        return self.size * self.stride <= self.cluster.ranks_per_domain
 
     @property
     def ranks_per_node(self) -> int:
-        """Return how many of the group's ranks are on one node."""
+        """Return how many of the group's ranks are on one node or rack."""
         if self.is_inside_node:
             return self.size
-        return max(1, self.cluster.gpus_per_node // self.stride)
+        return max(1, self.cluster.ranks_per_domain // self.stride)
 
     @property
     def num_nodes(self) -> int:
@@ -182,7 +197,7 @@ class Group:
         if self.size == 1:
             return 0.0
         simple = PROTOCOLS[-1]
-        is_near = self.stride < self.cluster.gpus_per_node
+        is_near = self.stride < self.cluster.ranks_per_domain
         gbps = self.cluster.node_gbps if is_near else self.cluster.network_gbps
         hop = simple.node_hop if is_near else simple.network_hop
         return simple.start + hop + num_bytes / (gbps * 1e9 * self.cluster.gpu.link_share)

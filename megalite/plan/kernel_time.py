@@ -57,8 +57,8 @@ def dtype_rate(gpu: Gpu, element_bytes: float) -> float:
 
     A GPU whose rate in 8 or 4 bits is not known has twice the rate of twice the bits.
     """
-    in_8_bits = gpu.fp8_tflops / gpu.tflops or 2.0
-    in_4_bits = gpu.fp4_tflops / gpu.tflops or 2 * in_8_bits
+    in_8_bits = gpu.fp8_tflops / gpu.tflops * (gpu.fp8_share / gpu.product_share or 1.0) or 2.0
+    in_4_bits = gpu.fp4_tflops / gpu.tflops * (gpu.fp4_share / gpu.product_share or 1.0) or 2 * in_8_bits
     return {0.5: in_4_bits, 1: in_8_bits, 2: 1.0, 4: 0.5}.get(element_bytes, 0.06)
 
 

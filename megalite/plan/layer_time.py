@@ -22,6 +22,7 @@ from megalite.observe.unit_record import (
 from megalite.pipeline.simulator import pairs_of_rank
 from megalite.plan.communication import CONTENTION, Group
 from megalite.plan.kernel_time import (
+    WHOLE_LINES,
     attention_seconds,
     cast_seconds,
     gemm_seconds,
@@ -144,7 +145,9 @@ def phase_work(run: PlannedRun, phase: PhaseRecord, name: Phase) -> WorkSeconds:
 
 
 def _gemm(run: PlannedRun, gemm: GemmCall) -> float:
-    return gemm_seconds(run.cluster.gpu, gemm.m, gemm.n, gemm.k, gemm.batch, gemm.element_bytes)
+    # Sums over an expert's rows, of which there are so many in the mean, read whole rows of features.
+    k = gemm.k if gemm.batch == 1 else WHOLE_LINES * math.ceil(gemm.k / WHOLE_LINES)
+    return gemm_seconds(run.cluster.gpu, gemm.m, gemm.n, k, gemm.batch, gemm.element_bytes)
 
 
 def _accumulation(run: PlannedRun, unit: UnitRecord) -> float:

@@ -48,14 +48,18 @@ class Gpu:
         link_share: share of a link that a collective of long messages reaches: 235 of 300 GB/s between 8
             A100 and 366 of 450 GB/s in a ring of 8 H200 (stas00/ml-engineering, network/README.md). It is
             also assumed for `host_link_bandwidth` with pinned memory.
+        nvlink_gpus: GPUs that NVLink connects if they are more than a node's.
         has_cudnn_attention: whether cuDNN's attention is faster on it than FlashAttention-2.
         has_triton: whether it can run Triton kernels, which need compute capability 8.0.
         residual_gb: memory of a process outside of tensors: CUDA context, workspaces of libraries, buffers of
             communicators.
         fp8_tflops, fp4_tflops: dense TFLOP/s of GEMMs in 8 and 4 bits in the data sheet; 0 if there are none.
-            A large GEMM reaches the same share of them as of `tflops`: the fastest in 8 bits has 71% of the
-            peak of an H100, 76% of a B200's, 75% of a B300's and 72% of a GB200's (stas00/ml-engineering,
-            compute/accelerator/README.md).
+            Alone, a large GEMM reaches as large a share of them as of `tflops`: the fastest in 8 bits has 71%
+            of the peak of an H100, 76% of a B200's, 75% of a B300's and 72% of a GB200's
+            (stas00/ml-engineering, compute/accelerator/README.md).
+        fp8_share, fp4_share: shares of these that a large GEMM reaches in a run; 0 for `product_share`. GEMMs
+            in few bits draw the most power, and at its limit (1000 W of a B200, 1200 W of a GB200, 1400 W of
+            a GB300) a GPU lowers its clock. Chosen with the open half of benchmarks/published_rows.csv.
         has_mxfp4_alone: whether its GEMMs in 4 bits have MXFP4's scales, of 32 elements, and not NVFP4's.
     """
 
@@ -71,11 +75,14 @@ class Gpu:
     attention_share: float
     memory_share: float = 0.80
     link_share: float = 0.8
+    nvlink_gpus: int = 0
     has_cudnn_attention: bool = False
     has_triton: bool = True
     residual_gb: float = 2.2
     fp8_tflops: float = 0.0
     fp4_tflops: float = 0.0
+    fp8_share: float = 0.0
+    fp4_share: float = 0.0
     has_mxfp4_alone: bool = False
 
     @property
@@ -103,6 +110,8 @@ _B200 = replace(
     product_share=0.70,
     fp8_tflops=4500,
     fp4_tflops=9000,
+    fp8_share=0.55,
+    fp4_share=0.41,
 )
 _MI300X = Gpu(
     *(1307.4, 192, 5300, 304, 448, 50, 8, 64e9),
@@ -117,11 +126,13 @@ _GB200 = replace(
     memory_gib=185,
     num_sms=152,
     gpus_per_node=4,
+    nvlink_gpus=72,
     host_link_bandwidth=225e9,
     product_share=0.66,
     attention_share=0.31,
     fp8_tflops=5000,
     fp4_tflops=10000,
+    fp8_share=0.52,
 )
 
 GPUS: Mapping[str, Gpu] = {
@@ -139,14 +150,18 @@ GPUS: Mapping[str, Gpu] = {
     # DGX B300 data sheet: a B200 with 288 GB and 800 Gb/s of network per GPU. The driver reports 275,040
     # MiB. Its fastest GEMM is a B200's (1769 and 1745 TFLOP/s: stas00/ml-engineering,
     # compute/accelerator/README.md). HGX B300 data sheet: 108 dense PFLOPS in 4 bits on 8 GPUs.
-    "b300": replace(_B200, memory_gib=268, network_gbps=100, fp4_tflops=13500),
+    "b300": replace(
+        _B200, memory_gib=268, network_gbps=100, fp4_tflops=13500, fp8_share=0.70, fp4_share=0.51
+    ),
     # GB200 NVL72 data sheet. The driver reports 189,471 MiB and 152 multiprocessors. The node is a tray
-    # with 4 GPUs and 400 Gb/s of network each, although NVLink reaches all 72 GPUs of a rack. The fastest
+    # with 4 GPUs and 400 Gb/s of network each, and NVLink reaches all 72 GPUs of a rack. The fastest
     # GEMM has 73% of the peak, and a B200's 78% (the same source): both shares are smaller by this.
     "gb200": _GB200,
     # GB300 NVL72 data sheet: a GB200 with 279 GB (a driver reports as many GiB as the data sheets of B200 and
     # GB200 have GB), 1.5 times the rate in 4 bits, and 800 Gb/s of network per GPU.
-    "gb300": replace(_GB200, memory_gib=278, network_gbps=100, fp4_tflops=15000),
+    "gb300": replace(
+        _GB200, memory_gib=278, network_gbps=100, fp4_tflops=15000, fp8_share=0.66, fp4_share=0.46
+    ),
     # L40S data sheet. It has no NVLink: messages take PCIe 4. ECC uses 3 of its 48 GB. The network is that
     # of 8 GPUs in AWS's g6e.48xlarge, 400 Gb/s. The shares are an A100's: no measurement was found.
     "l40s": replace(

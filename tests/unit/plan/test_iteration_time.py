@@ -210,6 +210,20 @@ def test_short_samples_do_not_reach_the_rate_of_fused_attention() -> None:
     assert rate(512) / rate(16384) == pytest.approx(191 / 335, rel=0.15)  # as in figure 5
 
 
+@pytest.mark.parametrize(
+    ("world_size", "expected"), [(8, 8), (64, 64), (72, 72), (144, 72), (256, 64), (384, 64), (1024, 64)]
+)
+def test_nvlink_reaches_the_ranks_of_a_rack(world_size: int, expected: int) -> None:
+    gpu = GPUS["gb200"]
+    cluster = Cluster(gpu, world_size, gpu.gpus_per_node, gpu.node_gbps, gpu.network_gbps)
+    assert cluster.ranks_per_domain == expected
+    inside, whole = Group(cluster, min(64, world_size), 1), Group(cluster, world_size, 1)
+    assert inside.is_inside_node and inside.bytes_per_second == pytest.approx(900e9 * gpu.link_share)
+    assert whole.is_inside_node == (world_size <= 72)
+    tray = replace(cluster, gpu=replace(gpu, nvlink_gpus=0))
+    assert tray.ranks_per_domain == 4 and not Group(tray, 8, 1).is_inside_node
+
+
 def test_cudnn_is_faster_on_hopper_alone() -> None:
     """An MI300X has a higher peak, but no cuDNN."""
     amd = replace(H100_CLUSTER, gpu=GPUS["mi300x"])

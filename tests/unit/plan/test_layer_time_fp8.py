@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from megalite.observe.unit_record import GemmCall
+from megalite.observe.unit_record import GemmCall, PhaseRecord
 from megalite.plan.estimate import RunPlan
 from megalite.plan.iteration_time import time_iteration
 from megalite.plan.kernel_time import gemm_seconds
-from megalite.plan.layer_time import WorkSeconds, unit_work
+from megalite.plan.layer_time import WorkSeconds, phase_work, unit_work
 from megalite.plan.plan_report import answer
 from megalite.plan.plan_request import read_request
 from megalite.plan.planned_run import PlannedRun
@@ -70,13 +70,26 @@ def test_the_parts_of_a_step_are_close_to_their_kernels() -> None:
         ("h100", 1, 2.0),
         ("l40s", 1, 733 / 362.05),
         ("mi355x", 1, 2.0),
-        ("b200", 0.5, 4.0),
-        ("gb300", 0.5, 6.0),
+        ("b200", 1, 2.0 * 0.55 / 0.70),  # at the limit of its power
+        ("gb300", 1, 2.0),
+        ("gb300", 0.5, 6.0 * 0.46 / 0.66),
     ],
 )
 def test_few_bits_have_the_rate_of_the_data_sheet(gpu: str, size: float, ratio: float) -> None:
     wide, narrow = (gemm_seconds(find_gpu(gpu), *[65536] * 3, element_bytes=each) for each in (2, size))
     assert wide / narrow == pytest.approx(ratio, rel=0.04)
+
+
+def test_any_number_of_rows_of_an_expert_is_summed_at_the_full_rate() -> None:
+    """Rows of features lie in memory one after the other: their number need not be a multiple of 8."""
+    run = run_of(f"{LLAMA} --fp8")
+
+    def seconds(rows: int, batch: int) -> float:
+        gemm = GemmCall(7168, 2048, rows, batch, 2)
+        return phase_work(run, PhaseRecord(gemms=(gemm,)), "backward").gemms
+
+    assert seconds(10923, 6) == pytest.approx(seconds(10944, 6))
+    assert seconds(10923, 1) > 3 * seconds(10944, 1)
 
 
 def test_weights_are_rounded_once_per_iteration() -> None:
