@@ -13,8 +13,16 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from math import comb
 
+from benchmarks.transformer_engine import (
+    ExpertHost,
+    ExpertPasses,
+    Rounding,
+    mean_holders,
+    rounded,
+    with_host,
+    with_passes,
+)
 from megalite.config import Config, ModelConfig
 from megalite.config.entry_point import run_main
 from megalite.observe.unit_record import Phase, UnitKey, UnitRecord
@@ -77,6 +85,9 @@ class OtherProgram:
             parameter and replica (nanotron, distributed.py, all_gather_coalesced).
         sends_tokens_once: messages of experts are DeepEP's: a token is sent once to each node and rank that
             has some of its experts, not once for each expert.
+        expert_host: the host's time for layers with experts; None if it launches megalite's operators.
+        expert_passes: reads and writes of the rows of experts outside of GEMMs; None if they are megalite's.
+        rounding: how the GEMMs of layers round their operands; None if they are in 16 bits.
         consecutive_experts: instead of a router's choice, a token has the experts after those of the token
             before it.
     """
@@ -99,6 +110,9 @@ class OtherProgram:
     one_adapter: bool = False
     copies_slices: bool = False
     sends_tokens_once: bool = False
+    expert_host: ExpertHost | None = None
+    expert_passes: ExpertPasses | None = None
+    rounding: Rounding | None = None
     consecutive_experts: bool = False
 
 
@@ -112,7 +126,7 @@ _MEGATRON = OtherProgram(
     splits_messages=True,
 )
 _MEGATRON_CORE = OtherProgram(
-    kernels=Kernels("cudnn"),
+    kernels=Kernels("cudnn", triton_recurrence=True),
     fused_elementwise=True,
     tp_share=0.4,
     fused_accumulation=True,
@@ -124,10 +138,11 @@ PROGRAMS: Mapping[str, OtherProgram] = {
     "megatron-deepspeed": replace(_MEGATRON, gradient_bytes=2, shared_copy_bytes=4, buffer_bytes=3e9),
     "megatron-core": _MEGATRON_CORE,
     "megatron-core-deepep": replace(_MEGATRON_CORE, sends_tokens_once=True),
+    "megatron-bridge": replace(_MEGATRON_CORE, logit_copy_bytes=2, loss_bytes=(2 + 4, 2 + 2)),
     "deepspeed-2021": replace(_MEGATRON, gradient_bytes=2, one_adapter=True),
     "plain-torch": OtherProgram(keeps_gate=True, logit_copy_bytes=4),
     "automodel-benchmark": OtherProgram(
-        kernels=Kernels("cudnn"),
+        kernels=Kernels("cudnn", triton_recurrence=True),
         fused_elementwise=True,
         logit_copy_bytes=2,
         loss_bytes=(2 + 2, 2 + 6),
@@ -200,8 +215,7 @@ class OtherRun(PlannedRun):
         assert num_experts is not None
         if self.program.consecutive_experts:
             return max(1.0, topk * num_parts / num_experts)
-        others = num_experts - num_experts // num_parts
-        return num_parts * (1 - comb(others, topk) / comb(num_experts, topk))
+        return mean_holders(self.config.model, num_parts)
 
     def message_seconds(self) -> tuple[float, float]:
         if self.pp == 1 or not self.program.splits_messages or self.num_sequence_shards > 1:
@@ -209,6 +223,11 @@ class OtherRun(PlannedRun):
         group = Group(self.cluster, self.pp, self.tp * self.num_sharing)
         gathered = Group(self.cluster, self.tp, 1).gather_seconds(self.message_bytes)
         return gathered, group.message_seconds(self.message_bytes / self.tp)
+
+    def gathered_in_8_bits(self, kind: int) -> int:
+        if self.program.rounding is None or self.zero_stage == 0:
+            return super().gathered_in_8_bits(kind)
+        return sum(each.size for each in self.units.layers[kind].weights if each.is_cut and each.matrices)
 
     @property
     def gradient_bytes(self) -> int:
@@ -293,7 +312,12 @@ def _adapted_layer(layer: UnitRecord, key: UnitKey, program: OtherProgram, drops
         replace(phase, kernel_bytes=phase.kernel_bytes + copies * moved)
         for phase, copies in ((layer.forward, 1.0), (layer.backward, COPIES_IN_BACKWARD))
     )
-    return replace(layer, forward=forward, backward=backward).saving(saved)
+    layer = replace(layer, forward=forward, backward=backward).saving(saved)
+    if program.expert_passes is not None and key.model.num_experts:
+        layer = with_passes(layer, key, program.expert_passes)
+    if program.expert_host is not None:
+        layer = with_host(layer, program.expert_host)
+    return layer if program.rounding is None else rounded(layer, program.rounding)
 
 
 def _with_fp32_loss(head: UnitRecord, program: OtherProgram) -> UnitRecord:
@@ -333,26 +357,35 @@ class OtherPlan(RunPlan):
         return time_of(self.run)
 
 
-def request_of(name: str, flags: Sequence[str]) -> tuple[Request, OtherPlan]:
-    """Return the request of a plan's flags, and the plan of the program of this name.
+def program_named(name: str) -> OtherProgram:
+    """Return the program of this name.
 
     Raises:
-        UserError: there is no such program, or the flags are invalid.
+        UserError: there is no such program.
     """
     if name not in PROGRAMS:
         raise UserError(f"{name!r} is none of {', '.join(PROGRAMS)}")
+    return PROGRAMS[name]
+
+
+def request_of(program: OtherProgram, flags: Sequence[str]) -> tuple[Request, OtherPlan]:
+    """Return the request of a plan's flags, and the plan of a program.
+
+    Raises:
+        UserError: the flags are invalid.
+    """
     # The planner assumes its absence where megalite's attention would be slow.
     if not {"--preset", "--config", "--attention-dropout"}.intersection(flags):
         flags = [*flags, "--attention-dropout", str(ModelConfig.attention_dropout)]
     request = read_request(flags)
-    program = in_dtype(PROGRAMS[name], request.config.model.params_dtype)
+    program = in_dtype(program, request.config.model.params_dtype)
     return request, OtherPlan(other_run(program, request.config, request.cluster))
 
 
 def main(arguments: Sequence[str]) -> None:
     """Print the plan of a command line."""
     name, *flags = arguments or [""]
-    request, plan = request_of(name, flags)
+    request, plan = request_of(program_named(name), flags)
     print("\n".join(plan_lines(request, plan)))
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from benchmarks.other_programs import request_of
+from benchmarks.other_programs import program_named, request_of
 from megalite.config.model_flops import flops_per_token_by_convention
 from megalite.plan.estimate import RunPlan
 
@@ -45,7 +45,9 @@ def compare() -> Iterator[Comparison]:
     with CASES.open(newline="", encoding="utf-8") as lines:
         for row in csv.DictReader(lines):
             cluster = f"--bf16 --gpu {row['gpu']} --world-size {row['n_gpus']}"
-            _, plan = request_of(row["program"], [*shlex.split(row["flags"]), *cluster.split()])
+            _, plan = request_of(
+                program_named(row["program"]), [*shlex.split(row["flags"]), *cluster.split()]
+            )
             yield Comparison(row["case_id"], plan, float(row["iter_time_s"] or 0) or _seconds(row, plan))
 
 

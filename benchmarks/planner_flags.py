@@ -20,7 +20,7 @@ import csv
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from benchmarks.other_programs import request_of
+from benchmarks.other_programs import program_named, request_of
 from benchmarks.planner import CASES, Comparison, lines
 from benchmarks.published_runs import program_name_of, program_of, read_published
 from megalite.plan.estimate import RunPlan
@@ -99,7 +99,7 @@ def plan_of(row: Mapping[str, str], *, named: bool = False) -> RunPlan:
         named: plan the program of the row's source instead of megalite.
     """
     if named:
-        return request_of(program_name_of(row), list(flags_of(row)))[1]
+        return request_of(program_named(program_name_of(row)), list(flags_of(row)))[1]
     run = read_request(list(flags_of(row))).planned_run()
     return RunPlan(WholeRecomputation(run.config, run.cluster))
 

@@ -4,22 +4,42 @@
 PYTHONPATH=. python benchmarks/planner_published.py [--rows] [--open-blind-half]
 
 A line a kind of run: how many rows, the median error in time, and the share within 20%. `--rows` prints each
-plan. Rows that the planner refuses are counted with their reason. Fine-tuning is not planned.
+plan. Rows that the planner refuses are counted with their reason. Fine-tuning is not planned. Intervals come
+from the errors of the open half.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from statistics import median
+from typing import NamedTuple
 
-from benchmarks.other_programs import OtherPlan, request_of
+from benchmarks.other_programs import PROGRAMS, OtherPlan, OtherProgram, request_of
 from benchmarks.published_rows import BLIND, OPEN, read_rows
-from megalite.config.presets import PRESETS
+from benchmarks.transformer_engine import (
+    ATTENTION_HOST,
+    EACH_EXPERT_HOST,
+    EXPERTS_HOST,
+    FUSED_EXPERTS,
+    GRACE_SLOWDOWN,
+    OWN_PASSES,
+    PERMUTED_ONCE,
+    ROUNDINGS,
+    ROUTER_HOST,
+    SORTED,
+    ExpertHost,
+    Rounding,
+)
+from megalite.config import ModelConfig
+from megalite.plan.plan_request import read_request
 from megalite.plan.planned_run import run_problems
 from megalite.utils.errors import UserError, first_line
+from megalite.utils.hardware.gpus import ALIASES, GPUS
 
 Row = Mapping[str, str]
 MODELS: Mapping[str, str] = {
@@ -37,21 +57,21 @@ MODELS: Mapping[str, str] = {
     "nemotron_3_nano": "--preset nemotron-3-nano-30b",
     "nemotron_3_super": "--preset nemotron-3-super-120b",
 }
-PRECISIONS: Mapping[str, str] = {
-    "bf16": "",
-    "fp8_cs": "--fp8 --fp8-recipe tensorwise",
-    "fp8_row": "--fp8 --fp8-recipe tensorwise",
-    "fp8_sc": "--fp8 --fp8-recipe blockwise",
-    "fp8_mx": "--fp8-e4m3 --fp8-recipe mxfp8",
-    "nvfp4": "--fp4-format e2m1 --fp4-recipe nvfp4",
+RECIPES: Mapping[str, str] = {
+    "fp8_cs": "tensorwise",
+    "fp8_row": "tensorwise",
+    "fp8_sc": "blockwise",
+    "fp8_mx": "mxfp8",
+    "nvfp4": "nvfp4",
 }
+"""Recipes in 8 and 4 bits, by the rows' precision."""
 MODULES: Mapping[str, str] = {
     "mla_up_proj": "mla_up_proj",
     "layernorm": "layernorm",
     "core_attn": "core_attn",
 }
-"""Modules that the recipes recompute, by the planner's names. It plans no part of an expert alone: their
-activation (`moe_act`) is left out."""
+"""Modules that the recipes recompute, by the planner's names. Of the parts of an expert, it
+plans the activation alone (`moe_act`), as more reads and writes."""
 
 
 @dataclass(frozen=True)
@@ -75,13 +95,51 @@ class Comparison:
         return self.plan.time.seconds / self.seconds - 1
 
 
-def program_of(row: Row) -> str:
-    """Return the name of a row's program."""
+def program_of(row: Row) -> OtherProgram:
+    """Return a row's program."""
     if row["source"].startswith("torchtitan"):
-        return "plain-torch"
+        return PROGRAMS["plain-torch"]
     if row["source"].startswith("NeMo AutoModel"):
-        return "automodel-benchmark"
-    return "megatron-core-deepep" if "dispatcher" in settings_of(row) else "megatron-core"
+        return PROGRAMS["automodel-benchmark"]
+    settings = settings_of(row)
+    once, fuses = "dispatcher" in settings, row["precision"] == "fp8_mx" and has_whole_graph(settings)
+    passes = FUSED_EXPERTS if fuses else PERMUTED_ONCE if once else SORTED
+    if row["model"].startswith("gpt_oss") and not fuses:  # its activation, with clamps, is several kernels
+        own = OWN_PASSES["quick_geglu"]
+        passes = passes._replace(forward=own.forward, backward=own.backward)
+    if "moe_act" in settings.get("recompute_modules", "").split("+"):
+        passes = passes._replace(backward=passes.backward + passes.forward)
+    return replace(
+        PROGRAMS["megatron-bridge"],
+        sends_tokens_once=once,
+        expert_host=expert_host(row, settings),
+        expert_passes=passes,
+        rounding=rounding_of(row),
+    )
+
+
+def expert_host(row: Row, settings: Mapping[str, str]) -> ExpertHost:
+    """Return the host's time for layers with experts, outside of CUDA graphs."""
+    if has_whole_graph(settings):
+        return ExpertHost(0.0, 0.0)
+    is_graphed = settings.get("cuda_graph", "none") != "none"
+    scope = settings.get("cuda_graph_scope", "").split("+") if is_graphed else []
+    host = ATTENTION_HOST * ("attn" not in scope) + ROUTER_HOST * ("moe_router" not in scope)
+    slowdown = GRACE_SLOWDOWN if row["gpu"].startswith("gb") else 1.0
+    return ExpertHost(slowdown * (host + EXPERTS_HOST), slowdown * EACH_EXPERT_HOST)
+
+
+def has_whole_graph(settings: Mapping[str, str]) -> bool:
+    """Return whether one CUDA graph has a whole iteration."""
+    graph, scope = (settings.get(name, "") for name in ("cuda_graph", "cuda_graph_scope"))
+    return graph == "full_iteration" or (graph == "local" and scope == "full_iteration")
+
+
+def rounding_of(row: Row) -> Rounding | None:
+    """Return how Transformer Engine rounds for a row; None in 16 bits."""
+    recipe = RECIPES.get(row["precision"])
+    is_hopper = GPUS[ALIASES.get(row["gpu"], row["gpu"])].fp4_tflops == 0
+    return ROUNDINGS.get(f"{recipe}-hopper" if is_hopper and recipe == "tensorwise" else str(recipe))
 
 
 def settings_of(row: Row) -> dict[str, str]:
@@ -89,18 +147,35 @@ def settings_of(row: Row) -> dict[str, str]:
     return {name: value for name, _, value in (word.partition("=") for word in row["settings"].split())}
 
 
+def model_of(row: Row) -> ModelConfig:
+    """Return a row's model, in 16 bits."""
+    return read_request([*MODELS[row["model"]].split(), "--gpu", "b200", "--world-size", "1"]).config.model
+
+
 def flags_of(row: Row) -> list[str]:
     """Return the words behind `megalite plan`."""
-    settings, model = settings_of(row), PRESETS[MODELS[row["model"]].split()[1]]
+    settings, model = settings_of(row), model_of(row)
     pp, tp = int(row["pp"] or 1), int(row["tp"] or 1)
-    words = f"{MODELS[row['model']]} --bf16 {PRECISIONS[row['precision']]} --gpu {row['gpu']}"
+    words = f"{MODELS[row['model']]} --bf16 --gpu {row['gpu']}"
+    if row["precision"] in RECIPES and row["source"].startswith("torchtitan"):
+        words += f" --fp8 --fp8-recipe {RECIPES[row['precision']]}"
     words += f" --world-size {row['gpus']} --seq-length {row['seq']} --micro-batch-size {row['mbs']}"
     words += f" --global-batch-size {row['gbs']} --tp {tp} --pp {pp} --cp {row['cp'] or 1}"
     words += f" --zero-stage {3 if row['fsdp'] not in ('', '0') else 1}"
     if tp > 1:
         words += " --sequence-parallel"
-    if pp > 1 and row["vp"] not in ("", "1"):
-        words += f" --num-virtual-stages-per-pipeline-rank {row['vp']}"
+    chunks = int(row["vp"] or 1)
+    if pp * chunks > model.num_layers:  # Megatron-LM's first and last chunk may have no layer
+        chunks //= 2
+    if pp > 1 and chunks > 1:
+        words += f" --num-virtual-stages-per-pipeline-rank {chunks}"
+    if row["source"].startswith("Megatron") and row["model"] in ("deepseek_v3", "kimi_k2") and pp > 1:
+        # As in their recipes' layouts: the last stage has what is left, for it also has the loss.
+        stages = pp * chunks
+        most = math.ceil(model.num_layers / stages)
+        left = model.num_layers - most * (stages - 1)
+        if left > 0:
+            words += " --pipeline-layers" + f" {most}" * (stages - 1) + f" {left}"
     if model.num_experts:
         words += f" --ep {row['ep'] or 1} --etp 1"
     if row["model"] == "deepseek_v3" and row["source"].startswith("Megatron") and "w/o" not in row["variant"]:
@@ -114,7 +189,14 @@ def recomputation_of(row: Row, settings: Mapping[str, str]) -> Iterator[str]:
     if settings.get("recompute") == "full" or "recompute_layers" in settings:
         yield from ("--recompute-granularity", "full")
     elif settings.get("recompute") == "selective_op":
-        yield from "--recompute-granularity selective --recompute-modules core_attn mlp_act layernorm".split()
+        yield from [
+            "--recompute-granularity",
+            "selective",
+            "--recompute-modules",
+            "core_attn",
+            "mlp_act",
+            "layernorm",
+        ]
     elif modules:
         yield from ("--recompute-granularity", "selective", "--recompute-modules", *modules)
     if "recompute_layers" in settings:
@@ -126,6 +208,8 @@ def compare(rows: Sequence[Row]) -> Iterator[Comparison]:
     for row in rows:
         if row["task"] != "pretrain":
             yield Comparison(row, refusal="fine-tuning")
+        elif "gpt-oss-note" in row["notes"]:
+            yield Comparison(row, refusal="published as a regression")
         elif row["model"] not in MODELS:
             yield Comparison(row, refusal=f"{row['model']} is not a preset")
         else:
@@ -142,12 +226,54 @@ def _planned(row: Row) -> Comparison:
     return Comparison(row, plan)
 
 
+def kind_of(row: Row) -> str:
+    """Return the kind of run whose errors in the open half give an interval."""
+    if not model_of(row).num_experts:
+        return "dense"
+    return "experts, one CUDA graph" if has_whole_graph(settings_of(row)) else "experts"
+
+
+class Interval(NamedTuple):
+    """Errors of 80% of the runs of a kind: the true time is the plan's divided by 1 + error."""
+
+    least: float
+    most: float
+
+
+def intervals(comparisons: Sequence[Comparison]) -> dict[str, Interval]:
+    """Return by kind of run the range of errors that a new setting has with a probability of 80%.
+
+    A setting is a model and a precision on a GPU, of which the releases are alike. All have the same weight,
+    and a new one is as likely to be in each of the n + 1 gaps between n sorted errors.
+    """
+    planned = [each for each in comparisons if each.plan is not None]
+    found = {}
+    for kind in {kind_of(each.row) for each in planned}:
+        of_kind = [each for each in planned if kind_of(each.row) == kind]
+        counts = Counter(setting_of(each.row) for each in of_kind)
+        errors = sorted((each.error, 1 / counts[setting_of(each.row)]) for each in of_kind)
+        outside = 0.1 * (1 + sum(weight for _, weight in errors))
+        found[kind] = Interval(_after(errors, outside), _after(errors[::-1], outside))
+    return found
+
+
+def _after(weighted: Sequence[tuple[float, float]], outside: float) -> float:
+    """Return the first value until which the sum of the weights is at least `outside`."""
+    sums = accumulate(weight for _, weight in weighted)
+    return next(value for (value, _), total in zip(weighted, sums, strict=True) if total >= outside - 1e-9)
+
+
+def setting_of(row: Row) -> tuple[str, ...]:
+    """Return what the halves do not share."""
+    return tuple(row[column] for column in ("source", "task", "gpu", "precision", "model"))
+
+
 KINDS: Mapping[str, Callable[[Row], str]] = {
     "all": lambda row: "",
     "source": lambda row: row["source"],
     "precision": lambda row: row["precision"],
     "GPU": lambda row: row["gpu"],
-    "layers": lambda row: "experts" if PRESETS[MODELS[row["model"]].split()[1]].num_experts else "dense",
+    "layers": lambda row: "experts" if model_of(row).num_experts else "dense",
     "model": lambda row: row["model"],
 }
 
@@ -163,6 +289,12 @@ def lines(comparisons: Sequence[Comparison]) -> Iterator[str]:
             within = sum(size < 0.2 for size in sizes) / len(sizes)
             numbers = f"{len(sizes):5}{median(errors):+9.1%}{median(sizes):9.1%}{within:8.0%}"
             yield f"{kind + ' ' + value:44}{numbers}"
+    ranges = intervals(list(compare(read_rows(OPEN))))
+    for kind, (least, most) in sorted(ranges.items()):
+        found = [each.error for each in planned if kind_of(each.row) == kind]
+        inside = sum(least <= error <= most for error in found)
+        times = f"{1 / (1 + most):.2f} to {1 / (1 + least):.2f} times the plan"
+        yield f"80% interval, {kind}: {times}, {inside} of {len(found)} rows inside"
     for reason, count in Counter(each.refusal for each in comparisons if each.refusal).most_common():
         yield f"not planned, {count} rows: {reason}"
 

@@ -184,7 +184,7 @@ def test_context_parallel_messages_are_hidden() -> None:
 def plan(program: str | None, flags: str) -> RunPlan:
     if program is None:
         return RunPlan(read_request(flags.split()).planned_run())
-    return request_of(program, flags.split())[1]
+    return request_of(PROGRAMS[program], flags.split())[1]
 
 
 def _kinds(plan: RunPlan) -> Mapping[str, float]:
@@ -206,7 +206,7 @@ def test_deepspeed_has_two_gradients_and_buffers() -> None:
 def test_the_command_prints_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     main(["megatron-deepspeed", *SMALL.split(), "--tp", "2"])
     text = capsys.readouterr().out
-    _, found = request_of("megatron-deepspeed", [*SMALL.split(), "--tp", "2"])
+    _, found = request_of(PROGRAMS["megatron-deepspeed"], [*SMALL.split(), "--tp", "2"])
     assert isinstance(found, OtherPlan)
     assert f"{found.time.seconds:.3f} s" in text and "torchrun" not in text
     with pytest.raises(UserError, match="'megatron' is none of megatron-2021, "):
