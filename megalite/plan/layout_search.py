@@ -46,7 +46,9 @@ CHEAP_MODULES = ("layernorm", "mlp_act")
 EXPERT_MODULES = ("layernorm", "mlp")
 """Modules of a model with experts, whose activations take most of its memory."""
 MAX_EXPERT_NODES = 8
-"""Most nodes among which a search divides the experts of a layer."""
+"""Most nodes among which a search divides the experts of a layer, unless NVLink connects more."""
+MAX_RACK_TP = 8
+"""Largest tensor-parallel size that a search tries over the smaller nodes of a rack."""
 
 _SHARDING_RULE = parallel_rules.shard_groups
 """The rule that depends on how ZeRO shards."""
@@ -258,7 +260,9 @@ def _layouts(request: Request, cluster: Cluster) -> Iterator[_Layouts]:
 def _axis_sizes(request: Request, cluster: Cluster) -> Iterator[dict[str, Any]]:
     """Yield the sizes of all axes but dp, which has the other ranks."""
     base, num_ranks = request.config, cluster.world_size
-    for tp, cp in product(_divisors(cluster.gpus_per_node), _context_sizes(request)):
+    widest = max(MAX_RACK_TP, cluster.gpus_per_node)
+    near = [tp for tp in _divisors(cluster.ranks_per_domain) if tp <= widest]
+    for tp, cp in product(near, _context_sizes(request)):
         for pp in _divisors(num_ranks):
             if num_ranks % (tp * cp * pp) or pp > base.model.num_layers:
                 continue
@@ -285,7 +289,7 @@ def _context_sizes(request: Request) -> list[int]:
 def _expert_sizes(request: Request, cluster: Cluster, num_ranks: int) -> Iterator[dict[str, Any]]:
     """Yield the sizes of the axes of experts to try, for a stage of `num_ranks` ranks.
 
-    These are the default, and whole experts divided among half a node up to `MAX_EXPERT_NODES`.
+    These are the default, and whole experts divided among half a node up to `MAX_EXPERT_NODES` or a rack.
     """
     model, axes = request.config.model, {"expert_model_parallel_size", "expert_tensor_parallel_size"}
     if not model.has_experts or request.provider is not None or axes & request.fixed_fields:
@@ -294,7 +298,8 @@ def _expert_sizes(request: Request, cluster: Cluster, num_ranks: int) -> Iterato
     assert model.num_experts is not None
     yield {"expert_model_parallel_size": 1, "expert_tensor_parallel_size": None}
     ep = max(2, cluster.gpus_per_node // 2)
-    while ep <= MAX_EXPERT_NODES * cluster.gpus_per_node:
+    most = max(MAX_EXPERT_NODES * cluster.gpus_per_node, cluster.ranks_per_domain)
+    while ep <= most:
         if model.num_experts % ep == 0 and num_ranks % ep == 0:
             yield {"expert_model_parallel_size": ep, "expert_tensor_parallel_size": 1}
         ep *= 2

@@ -35,6 +35,12 @@ def layers_on_host(flags: str) -> set[int]:
     return {plan.run.config.recompute.cpu_offload_activations for plan in found.fitting}
 
 
+RACKS = (
+    "--gpu gb200 --world-size 128 --search --num-layers 8 --hidden-size 1024 --padded-vocab-size 1024 --bf16 "
+    "--global-batch-size 256"
+)
+
+
 def test_all_layers_are_offloaded_where_nothing_else_fits() -> None:
     assert layers_on_host(f"{LONG} --tp 1") == {NUM_LAYERS}
     assert layers_on_host(f"{SHORT} --tp 1") == {0}
@@ -159,6 +165,20 @@ def test_experts_are_divided_among_half_a_node_and_more() -> None:
     }
     assert all(each.sequence_parallel for each in found if each.tp > 1 and each.ep > 1)
     assert {each.ep for each in layouts(f"{experts} --tp 1 --ep 4")} == {4}
+
+
+def test_a_rack_has_wider_groups_than_its_nodes() -> None:
+    experts = (
+        "--num-experts 128 --moe-ffn-hidden-size 256 --swiglu --seq-length 2048 --num-attention-heads 16"
+    )
+    racks = read_request(f"{RACKS} {experts}".split())
+    sizes = list(layout_search._axis_sizes(racks, racks.cluster))
+    assert {each["tensor_model_parallel_size"] for each in sizes} == {1, 2, 4, 8}
+    assert {each["expert_model_parallel_size"] for each in sizes} == {1, 2, 4, 8, 16, 32, 64}
+    trays = replace(racks.cluster, gpu=replace(racks.cluster.gpu, nvlink_gpus=0))
+    sizes = list(layout_search._axis_sizes(racks, trays))
+    assert {each["tensor_model_parallel_size"] for each in sizes} == {1, 2, 4}
+    assert max(each["expert_model_parallel_size"] for each in sizes) == 32
 
 
 def test_a_loss_of_a_microbatch_keeps_its_size() -> None:
