@@ -52,6 +52,7 @@ record_run = partial(record_on, ranks=RANKS)
 
 
 def _call(topology: Topology, function: Callable[..., Any], *args: Any) -> Any:
+    os.fsync = lambda file: None  # as in tests/conftest.py
     gc.get_freeze_count = lambda: 1  # a rank freezes what it has imported; each run would count these objects
     with _restored_process(), torch.random.fork_rng(devices=[]):
         result = function(topology, *args)
@@ -75,7 +76,8 @@ def _restored_process() -> Iterator[None]:
         os.chdir(folder)
         resource.setrlimit(resource.RLIMIT_FSIZE, file_sizes)
         log.handlers[:], log.filters[:], log.propagate = handlers, filters, True
-        log.setLevel(level)
+        if log.level != level:  # setting it clears what each logger has cached
+            log.setLevel(level)
         torch.use_deterministic_algorithms(is_deterministic)
         for number, handler in of_signals.items():
             if handler is not None and signal.getsignal(number) is not handler:

@@ -113,6 +113,7 @@ def test_memory_that_was_worked_out_is_compared_with_tensors_alone(held_out: lis
     assert all(each.memory_gb < each.plan.memory_bytes / 1e9 for each in theoretical)
 
 
+@pytest.mark.slow
 def test_planned_by_their_flags_alone() -> None:
     """Plan them as runs of megalite, which saves other tensors, and whose kernels move fewer bytes."""
     by_flags = planner_flags.compare(CASES)

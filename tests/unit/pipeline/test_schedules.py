@@ -55,11 +55,16 @@ def bubble_to_work(timeline):
     return 1 / (1 - timeline.bubble_fraction) - 1
 
 
+FEW_SIZES = settings(max_examples=40)
+"""For tests that run for each schedule."""
+
+
 def test_every_schedule_is_tested():
     assert PEAKS.keys() == SCHEDULES.keys()
 
 
 @pytest.mark.parametrize("name", ["1f1b", "gpipe"])
+@FEW_SIZES
 @given(SIZES, st.integers(1, 5), st.integers(1, 5))
 def test_time_and_bubble_are_the_papers(name, sizes, forward, backward):
     num_ranks, num_microbatches, _ = sizes
@@ -137,6 +142,7 @@ def test_a_pair_waits_for_both_inputs_and_sends_both_outputs_at_its_end():
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
+@FEW_SIZES
 @given(SIZES)
 def test_peak_in_flight(name, sizes):
     timeline = timeline_of(name, sizes, usual())
@@ -160,6 +166,7 @@ def test_the_registry_agrees_with_the_actions(name):
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
+@FEW_SIZES
 @given(SIZES)
 def test_gradients_add_up_in_the_order_of_microbatches(name, sizes):
     stages = stage_map(name, sizes)
@@ -173,6 +180,7 @@ def test_gradients_add_up_in_the_order_of_microbatches(name, sizes):
 
 @pytest.mark.parametrize("evaluates", [False, True])
 @pytest.mark.parametrize("name", SCHEDULES)
+@FEW_SIZES
 @given(SIZES)
 def test_messages_never_hold_a_schedule_up(name, evaluates, sizes):
     """A queue of rendezvous a direction takes no longer than messages that are never in each other's way."""
@@ -191,6 +199,7 @@ def test_messages_never_hold_a_schedule_up(name, evaluates, sizes):
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
+@FEW_SIZES
 @given(SIZES)
 def test_receives_start_no_earlier_than_they_must(name, sizes):
     """A receive holds a buffer: it starts before the action in which its message is sent, never earlier.
@@ -218,7 +227,7 @@ def test_receives_start_no_earlier_than_they_must(name, sizes):
 
 @pytest.mark.parametrize("evaluates", [False, True])
 @pytest.mark.parametrize("name", SCHEDULES)
-@settings(max_examples=50)
+@FEW_SIZES
 @given(st.data(), SIZES)
 def test_no_speed_of_any_rank_makes_a_deadlock(name, evaluates, data, sizes):
     """Order and batches are those of the usual times, whatever they are; each channel keeps its order."""
@@ -246,6 +255,7 @@ def test_a_slow_stage_sets_the_pace(name, data, sizes):
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
+@FEW_SIZES
 @given(SIZES)
 def test_an_evaluation_streams_through(name, sizes):
     """Ranks wait for nothing but the first microbatch's way to them and the last one's way on from them."""

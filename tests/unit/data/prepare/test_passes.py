@@ -59,7 +59,7 @@ def without_duplicates(texts: Sequence[str], kinds: Sequence[str]) -> list[str]:
     return [text for i, text in enumerate(texts) if not any(keys[i] & keys[j] for j in range(i))]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(files=FILES, kinds=st.sampled_from(KINDS))
 def test_a_document_goes_if_an_earlier_one_shares_a_key(
     tmp_path_factory: pytest.TempPathFactory, files: list[list[str]], kinds: tuple[str, ...]

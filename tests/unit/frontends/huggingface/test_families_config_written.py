@@ -130,7 +130,7 @@ def test_one_expert_a_token_has_a_family(kind):
     assert_same_model(kind, hf_config)
 
 
-@pytest.mark.parametrize("changes", [{}, {"moe_router_topk": 1}, {"attn_logit_softcapping": 50.0}])
+@pytest.mark.parametrize("changes", [{}, {"moe_router_topk": 1, "attn_logit_softcapping": 50.0}])
 def test_a_family_names_its_problems_and_never_raises(changes):
     for preset in PRESETS.values():
         config = dataclasses.replace(preset, **changes)
