@@ -466,13 +466,13 @@ class StageCore:
 
 
 class RecurrentState:
-    """Tensors of a recurrent layer between the pieces of a sequence, both None before the first one.
+    """Tensors of a recurrent layer between the pieces of a sequence, None before the first one.
 
     The layer's forward replaces them.
 
     Attributes:
         inputs: last inputs of the layer's convolution, ``[b, kernel - 1, channels]``.
-        state: state of its recurrence, ``[b, ...]``.
+        state: state of its recurrence, ``[b, ...]``; None if it has none.
     """
 
     def __init__(self) -> None:
@@ -485,5 +485,6 @@ class RecurrentState:
 
     def select(self, rows: Tensor) -> None:
         """Continue with these sequences, int64: omitted ones are dropped, repeated ones are copied."""
-        assert self.inputs is not None and self.state is not None
-        self.inputs, self.state = self.inputs[rows], self.state[rows]
+        assert self.inputs is not None
+        self.inputs = self.inputs[rows]
+        self.state = None if self.state is None else self.state[rows]

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import ClassVar, Literal, NamedTuple
 
-from megalite.config.model.recurrence import HAS_DELTA_NET, HAS_MAMBA
+from megalite.config.model.recurrence import HAS_MAMBA, HAS_RECURRENT_MIXER
 from megalite.config.model.transformer import IS_BERT
 from megalite.config.option import (
     ABOVE_ONE,
@@ -105,7 +105,9 @@ class Fp8Options:
                 ": latents have no scale for a tensor; pass --fp8-recipe blockwise or mxfp8"
             ),
         },
-        "fp8_format": {(HAS_DELTA_NET, HAS_MAMBA): ": its decays need more than 8 bits; remove it"},
+        "fp8_format": {
+            (HAS_RECURRENT_MIXER, HAS_MAMBA): ": recurrent layers need more than 8 bits; remove it"
+        },
         Setting("fp8_format", ("e2m1",)): {
             Setting("fp8_recipe", other_than("nvfp4")): (
                 ": for 4 bits pass --fp4-format e2m1 --fp4-recipe nvfp4"
@@ -304,7 +306,7 @@ class TrainingConfig(Fp8Options):
 
     conflicts: ClassVar[Conflicts] = {
         "compile": {
-            (HAS_DELTA_NET, HAS_MAMBA): ": recurrences are not compiled; remove --compile",
+            (HAS_RECURRENT_MIXER, HAS_MAMBA): ": recurrences are not compiled; remove --compile",
             "emulate": ", whose operators are not compiled: remove --compile",
         },
         "replay_routing_from": {

@@ -15,7 +15,7 @@ from megalite.attention.positions import PositionInfo
 from megalite.config import AttentionSpec, ModelConfig, RecomputeConfig
 from megalite.config.model.attention import LatentSpec
 from megalite.config.model.layers import MixerSpec
-from megalite.config.model.recurrence import DeltaNetSpec, MambaSpec
+from megalite.config.model.recurrence import DeltaNetSpec, GatedConvolutionSpec, MambaSpec
 from megalite.config.model.transformer import NORMALIZED
 from megalite.data.batch.microbatch import (
     BlockOutput,
@@ -29,6 +29,7 @@ from megalite.kernels import ResidualSum
 from megalite.model.attention import Attention, CachedLatentAttention, LatentAttention
 from megalite.model.embedding import EmbeddingGate, multiplier
 from megalite.model.experts import MixtureOfExperts, Router
+from megalite.model.gated_convolution import GatedConvolution
 from megalite.model.gated_delta_net import GatedDeltaNet
 from megalite.model.mamba import Mamba
 from megalite.model.mlp import MLP
@@ -58,6 +59,7 @@ _MIXERS: Mapping[type[MixerSpec], type[nn.Module]] = {
     AttentionSpec: Attention,
     LatentSpec: LatentAttention,
     DeltaNetSpec: GatedDeltaNet,
+    GatedConvolutionSpec: GatedConvolution,
     MambaSpec: Mamba,
 }
 

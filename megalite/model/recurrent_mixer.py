@@ -16,6 +16,7 @@ head, m chunks, c tokens of a chunk.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -81,7 +82,7 @@ class RecurrentMixer(nn.Module, ABC):
 
 
 class ShortConvolution(nn.Module):
-    """Computes silu(sum_i weight_i * x[t - k + 1 + i] + bias) for each channel; tp cuts the channels.
+    """Computes f(sum_i weight_i * x[t - k + 1 + i] + bias) for each channel; tp cuts the channels.
 
     A channel mixes a token with the few tokens before it. A rank computes the channels of its heads. Tokens
     before the start of a document count as zeros. The sums are in at least fp32, and backward keeps x in its
@@ -91,12 +92,21 @@ class ShortConvolution(nn.Module):
         channels: channels of all ranks.
         kernel: k.
         bias: add a bias to each channel, which starts at zero.
+        function: f.
     """
 
     def __init__(
-        self, channels: int, kernel: int, std: float, context: LayerContext, *, bias: bool = False
+        self,
+        channels: int,
+        kernel: int,
+        std: float,
+        context: LayerContext,
+        *,
+        bias: bool = False,
+        function: Callable[[Tensor], Tensor] = F.silu,
     ) -> None:
         super().__init__()
+        self.function = function
         self.exchange = HeadExchange(context)
         cut = Cut("tp", 0)
         spec = ParameterSpec((channels, kernel), cut, std=std, maps_features=False)
@@ -132,7 +142,7 @@ class ShortConvolution(nn.Module):
             y = y + product
         if self.bias is not None:
             y = y + own(self.bias).to(wide)
-        return F.silu(y).to(x.dtype), padded[num_tokens:].transpose(0, 1)
+        return self.function(y).to(x.dtype), padded[num_tokens:].transpose(0, 1)
 
 
 def is_within(starts: Tensor, distance: int) -> Tensor:

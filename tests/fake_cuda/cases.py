@@ -163,6 +163,11 @@ CASES = {
     "nemotron-h": case(preset="nemotron-h-tiny", num_layers=4),
     "nemotron-h documents pp2": case("pp2dp2", preset="nemotron-h-tiny", num_layers=4, **PACKED),
     "recurrence": case("tp2", preset="llama-tiny", **HYBRID),
+    "gated convolutions": case(
+        "tp2cp2+p2p",
+        preset="llama-tiny",
+        **{"recurrent_mixer": "gated_convolution", "linear_attention_freq": (2,), **PACKED},
+    ),
     "recurrence with packed documents": case(
         "tp1+selective", preset="llama-tiny", recompute_modules=("core_attn",), **HYBRID, **PACKED
     ),

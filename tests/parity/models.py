@@ -22,6 +22,7 @@ MIXTRAL, WIDE_EXPERTS = "llama-tiny, experts", "llama-tiny, twelve experts"
 DROPPING = "llama-tiny, dropped tokens"
 HYBRID = "llama-tiny, qwen3-next"
 """Layers 1, 2 and 4 of 4 have Gated DeltaNet, and layers 1, 3 and 4 experts."""
+LFM2 = "llama-tiny, lfm2"
 NEMOTRON = "nemotron-h-tiny, own"
 """Layers with Mamba-2, attention, Mamba-2 and an MLP."""
 BESIDE = "llama-tiny, experts beside MLPs"
@@ -130,6 +131,10 @@ SWITCHES: dict[str, dict[str, Any]] = {
         **{"moe_shared_expert_intermediate_size": 12, "moe_shared_expert_gate": True},
         "moe_layer_freq": (1, 0, 1, 1),
     },
+    LFM2: {
+        **{"recurrent_mixer": "gated_convolution", "linear_attention_freq": (3,), "qk_layernorm": True},
+        "linear_conv_kernel_dim": 3,
+    },
     "llama-tiny, mtp": {"mtp_num_layers": 2, "z_loss_coeff": 0.1, "moe_layer_freq": (0, 0, 0, 1)}
     | {"num_experts": 4, "moe_ffn_hidden_size": 40},
     "bloom-tiny, mtp": {"mtp_num_layers": 1, "embed_layernorm": False},
@@ -201,7 +206,7 @@ WITH_DROPOUT = {
         GPT_OSS,
         "gpt-tiny, sigmoid",
     ),
-    *(LATENT, GEMMA4, GEMMA4_E2B, "gpt-tiny, gpt-j", HYBRID, NEMOTRON, "llama-tiny, mtp"),
+    *(LATENT, GEMMA4, GEMMA4_E2B, "gpt-tiny, gpt-j", HYBRID, LFM2, NEMOTRON, "llama-tiny, mtp"),
 }
 
 

@@ -43,6 +43,7 @@ VOCABULARY = 200
 EOD = VOCABULARY - 1
 DRAW = functools.partial(random_tokens, seq_length=32, vocab_size=VOCABULARY, eod=EOD)
 HYBRID, LATER = "llama-tiny, recurrent", "llama-tiny, later tokens"
+CONVOLVED = "llama-tiny, gated convolutions"
 SCALED = "llama-tiny, queries scaled by position"
 SIX_KEYS, SIX_GROUPS = "llama-tiny, six key heads", "nemotron-h-tiny, six groups"
 """Recurrent layers that three context-parallel ranks divide, in samples of 48 tokens."""
@@ -54,6 +55,7 @@ SWITCHES = {
         **{"recurrent_mixer": "gated_delta_net", "linear_attention_freq": (3,), "linear_key_head_dim": 4},
         **{"linear_value_head_dim": 6, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
     },
+    CONVOLVED: {"recurrent_mixer": "gated_convolution", "linear_attention_freq": (3,)},
     LATER: {"mtp_num_layers": 2},
     SCALED: {
         **{"rope_scaling": "llama3", "original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.5},
@@ -122,6 +124,8 @@ def _reference(model: str, *options: str) -> RunRecord:
         pytest.param(HYBRID, "tp2pp2dp2", OPTIONS, marks=pytest.mark.slow),
         pytest.param("nemotron-h-tiny", "tp2pp2dp2", OPTIONS, marks=pytest.mark.slow),
         pytest.param(HYBRID, "pp2cp2+p2p", OPTIONS, marks=pytest.mark.slow),
+        pytest.param(CONVOLVED, "pp2cp2+p2p", OPTIONS, marks=pytest.mark.slow),
+        pytest.param(CONVOLVED, "tp2cp2+sp+p2p+dynamic", OPTIONS, marks=pytest.mark.slow),
         pytest.param(SIX_KEYS, "cp3+p2p", OPTIONS, marks=pytest.mark.slow),
         pytest.param(SIX_KEYS, "tp2cp3+sp+zero1", OPTIONS, marks=pytest.mark.slow),
         pytest.param(SIX_GROUPS, "cp3", OPTIONS, marks=pytest.mark.slow),

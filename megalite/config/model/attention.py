@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from megalite.config.model.recurrence import HAS_DELTA_NET
+from megalite.config.model.recurrence import HAS_RECURRENT_MIXER
 from megalite.config.model.transformer import IS_BERT
 from megalite.config.option import (
     FRACTION,
@@ -307,7 +307,7 @@ class AttentionOptions:
         },
         "window_attn_skip_freq": {Setting("window_size", (None,)): ": pass both, or remove it"},
         "num_kv_shared_layers": {
-            (HAS_DELTA_NET, "hybrid_override_pattern", "mtp_num_layers"): (
+            (HAS_RECURRENT_MIXER, "hybrid_override_pattern", "mtp_num_layers"): (
                 ": no keys are shared there; remove one"
             ),
         },

@@ -7,14 +7,15 @@ the planner read the specs. In each function, `model` is a `ModelConfig`, whose 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from megalite.config.model.attention import AttentionSpec, LatentSpec, RotarySpec
 from megalite.config.model.feed_forward import ExpertsSpec
-from megalite.config.model.recurrence import DeltaNetSpec, MambaSpec
+from megalite.config.model.recurrence import DeltaNetSpec, GatedConvolutionSpec, MambaSpec
 
-RecurrentSpec = DeltaNetSpec | MambaSpec
+RecurrentSpec = DeltaNetSpec | GatedConvolutionSpec | MambaSpec
 MixerSpec = AttentionSpec | RecurrentSpec
 
 
@@ -55,6 +56,13 @@ class LayerSpec:
         return 2 * max(1, spec.num_kv_heads // tp) * spec.head_dim
 
 
+_RECURRENT_MIXERS: Mapping[str, Callable[[Any], RecurrentSpec]] = {
+    "gated_delta_net": lambda model: model.delta_net,
+    "gated_convolution": lambda model: GatedConvolutionSpec(model.linear_conv_kernel_dim, model.hidden_size),
+}
+"""Specs by --recurrent-mixer."""
+
+
 def layer_spec(model: Any, number: int) -> LayerSpec:
     """Return a layer by its number in the whole model.
 
@@ -73,7 +81,7 @@ def layer_spec(model: Any, number: int) -> LayerSpec:
             return LayerSpec(attention_spec(model, number), None)
     experts = model.experts if _has_experts(model, number) else None
     is_recurrent = model.recurrent_mixer != "none" and _is_recurrent(model, number)
-    mixer = model.delta_net if is_recurrent else attention_spec(model, number)
+    mixer = _RECURRENT_MIXERS[model.recurrent_mixer](model) if is_recurrent else attention_spec(model, number)
     if isinstance(mixer, AttentionSpec) and mixer.key_source is not None:
         ffn_size = model.kv_shared_ffn_hidden_size or ffn_size
     has_mlp = experts is None or model.moe_beside_mlp

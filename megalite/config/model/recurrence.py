@@ -8,16 +8,19 @@ from typing import Any, ClassVar, Literal
 from megalite.config.model.transformer import IS_BERT
 from megalite.config.option import NOT_NEGATIVE, SIZE, Conflicts, Range, Setting, option, other_than
 
-RecurrentMixer = Literal["none", "gated_delta_net"]
+RecurrentMixer = Literal["none", "gated_delta_net", "gated_convolution"]
 
 _PATTERN = Range(
     lambda pattern: set(pattern) <= set("M*-E"),
     "M (Mamba-2), * (attention), - (MLP) and E (experts)",
     "has other letters: its letters are",
 )
-_RECURRENT: dict[str, Any] = {"only_with": Setting("recurrent_mixer", ("gated_delta_net",))}
-_DELTA_NET: dict[str, Any] = {"allowed": SIZE, **_RECURRENT}
-HAS_DELTA_NET = Setting("recurrent_mixer", other_than("none"))
+HAS_RECURRENT_MIXER = Setting("recurrent_mixer", other_than("none"))
+_RECURRENT: dict[str, Any] = {"only_with": HAS_RECURRENT_MIXER}
+_DELTA_NET: dict[str, Any] = {
+    "allowed": SIZE,
+    "only_with": Setting("recurrent_mixer", ("gated_delta_net",)),
+}
 HAS_MAMBA = Setting(
     "hybrid_override_pattern",
     Range(lambda pattern: "M" in str(pattern), "with M"),
@@ -28,18 +31,18 @@ _MAMBA: dict[str, Any] = {"allowed": SIZE, "only_with": HAS_MAMBA, "in_megatron"
 
 @dataclass(frozen=True)
 class RecurrentOptions:
-    """Options of Gated DeltaNet and of Mamba-2."""
+    """Options of the mixers that stand in for attention, and of Mamba-2."""
 
     section: ClassVar[str] = "recurrence"
 
     recurrent_mixer: RecurrentMixer = option("none", "--experimental-attention-variant", in_megatron=False)
-    """Replace attention in some layers by a recurrence, whose cost per token does not grow with the sample:
-    gated_delta_net, as in Qwen3-Next and Qwen3.5 (docs/recurrent.md)."""
+    """Replace attention in some layers by what costs each token the same in any sample: gated_delta_net
+    (Qwen3-Next) or gated_convolution (LFM2; docs/recurrent.md)."""
     linear_attention_freq: tuple[int, ...] | None = option(None, allowed=NOT_NEGATIVE, **_RECURRENT)
     """Layers with attention: every Nth. Or a list with 1 for each layer with --recurrent-mixer and 0 for each
     layer with attention. By default no layer has attention."""
-    linear_conv_kernel_dim: int = option(4, **_DELTA_NET)
-    """Tokens that the convolution before the recurrence sees: a token and those before it."""
+    linear_conv_kernel_dim: int = option(4, allowed=SIZE, **_RECURRENT)
+    """Tokens that the convolution of --recurrent-mixer sees: a token and those before it."""
     linear_key_head_dim: int = option(128, **_DELTA_NET)
     """Size of a query or key head of Gated DeltaNet."""
     linear_value_head_dim: int = option(128, **_DELTA_NET)
@@ -72,14 +75,16 @@ class RecurrentOptions:
     """Smallest time step of Mamba-2; transformers' Nemotron-H has 0.001."""
 
     conflicts: ClassVar[Conflicts] = {
-        "mup_base_width": {(HAS_DELTA_NET, HAS_MAMBA): ": muP has no rule for its decays; remove it"},
-        ("linear_attention_freq", "moe_layer_freq", "no_rope_freq", "window_size", HAS_DELTA_NET): {
+        "mup_base_width": {
+            (HAS_RECURRENT_MIXER, HAS_MAMBA): ": muP has no rule for recurrent layers; remove it"
+        },
+        ("linear_attention_freq", "moe_layer_freq", "no_rope_freq", "window_size", HAS_RECURRENT_MIXER): {
             "hybrid_override_pattern": ", which names each layer: remove one",
         },
         ("parallel_residual", Setting("norm_position", other_than("pre"))): {
             "hybrid_override_pattern": ", whose layers have one block with a norm before it: remove it",
         },
-        HAS_DELTA_NET: {IS_BERT: ", whose tokens also see later ones: remove it"},
+        HAS_RECURRENT_MIXER: {IS_BERT: ", whose tokens also see later ones: remove it"},
         "hybrid_override_pattern": {IS_BERT: ", whose layers have two blocks: remove it"},
     }
 
@@ -157,6 +162,40 @@ class DeltaNetSpec:
         return 3 * self.value_heads * self.key_dim * self.value_dim + (
             self.kernel * self.key_heads * self.num_mixed
         )
+
+
+@dataclass(frozen=True)
+class GatedConvolutionSpec:
+    """Short convolution of each channel, with a gate before and one after it; it keeps no state.
+
+    Attributes:
+        kernel: tokens that the convolution sees.
+        width: number of channels.
+    """
+
+    name: ClassVar[str] = "gated_convolution"
+    cut_by: ClassVar[str] = "hidden_size"
+    part: ClassVar[str] = "channels"
+    kernel_sizes: ClassVar[tuple[int, ...]] = ()
+    """No kernel of a recurrence runs."""
+    group_rows: ClassVar[tuple[int, ...]] = (1, 1, 1)
+    """Features that the input projection computes for a channel: two gates, and what they multiply."""
+    kernel: int
+    width: int
+
+    @property
+    def num_parts(self) -> int:
+        """Return the number of parts that ranks divide among them."""
+        return self.width
+
+    def num_weights(self, hidden_size: int) -> int:
+        """Return the number of elements of the matrices of both projections."""
+        return hidden_size * 4 * self.width
+
+    @property
+    def multiply_adds(self) -> int:
+        """Return the multiply-adds of the convolution per token."""
+        return self.kernel * self.width
 
 
 @dataclass(frozen=True)

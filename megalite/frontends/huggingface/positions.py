@@ -1,18 +1,18 @@
-"""Rules of a family's table for rotary positions and sliding windows, of all layers or by kind of layer."""
+"""Rules of a family's table for rotary positions, sliding windows and recurrent layers, by kind of layer."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from megalite.config import ModelConfig
 from megalite.config.model.layers import windows_differ
 from megalite.frontends import none_if_default
-from megalite.frontends.huggingface.settings import Fields, HFSettings, Rule
+from megalite.frontends.huggingface.settings import Fields, HFSettings, Rule, where
 from megalite.utils.errors import UserError
 
-WINDOW, FULL = "sliding_attention", "full_attention"
-"""Their names of layers with and without a window."""
+WINDOW, FULL, RECURRENT = "sliding_attention", "full_attention", "linear_attention"
+"""Their names of layers with and without a window, and of recurrent ones."""
 _NAMES: dict[str, dict[str, str]] = {
     "default": {},
     "linear": {"factor": "rope_scaling_factor"},
@@ -326,14 +326,48 @@ WINDOWS_AND_BASES = Rule(_read_bases, _write_bases)
 """Windows, and the base of rotary positions of each layer, as GraniteSWA describes them."""
 
 
-def _marks_of(hf: HFSettings, usual: list[bool]) -> list[bool]:
-    """Return whether each layer has a window, by default as usual in the family."""
+def recurrent_layers(
+    mixer: str,
+    usual: Callable[[HFSettings, int], list[bool]],
+    *rules: Rule,
+    kind: str = RECURRENT,
+) -> Rule:
+    """Return the rule of the layers that have a recurrent mixer in the place of attention.
+
+    Args:
+        mixer: our name of it.
+        usual: returns whether each of a number of layers has it if `layer_types` does not list them.
+        rules: rules of settings of the mixer, which have no effect in a model without it.
+        kind: their name of layers that have it.
+    """
+
+    def read(hf: HFSettings, fields: Fields) -> Fields:
+        marks = _marks_of(hf, usual(hf, fields["num_layers"]), kind)
+        pattern = None if all(marks) else tuple(map(int, marks))
+        return {"recurrent_mixer": mixer, "linear_attention_freq": pattern} if any(marks) else {}
+
+    def write(config: ModelConfig) -> Fields:
+        return {"layer_types": [FULL if spec.recurrence is None else kind for spec in config.layer_specs]}
+
+    has_mixer = where(
+        lambda hf, fields: "recurrent_mixer" in fields, lambda config: config.recurrent_mixer == mixer, *rules
+    )
+
+    def read_all(hf: HFSettings, fields: Fields) -> Fields:
+        found = read(hf, fields)
+        return found | has_mixer.read(hf, fields | found)
+
+    return Rule(read_all, lambda config: write(config) | has_mixer.write(config))
+
+
+def _marks_of(hf: HFSettings, usual: list[bool], marked: str = WINDOW) -> list[bool]:
+    """Return whether each layer is of a kind and not `FULL`, by default as usual in the family."""
     types = hf.get("layer_types")
     if types is None:
         return usual
-    if len(types) != len(usual) or not {*types} <= {WINDOW, FULL}:
-        raise UserError(f"layer_types {types} cannot be converted: {WINDOW} and {FULL} of each layer can")
-    return [kind == WINDOW for kind in types]
+    if len(types) != len(usual) or not {*types} <= {marked, FULL}:
+        raise UserError(f"layer_types {types} cannot be converted: {marked} and {FULL} of each layer can")
+    return [kind == marked for kind in types]
 
 
 def _window_fields(size: int, marks: list[bool]) -> Fields:

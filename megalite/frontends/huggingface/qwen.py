@@ -35,7 +35,13 @@ from megalite.frontends.huggingface.family import (
     with_kernel_dim,
 )
 from megalite.frontends.huggingface.llama import LLAMA, QWEN3, QWEN3_RULES, llama_like
-from megalite.frontends.huggingface.positions import FULL, WINDOWS, one_window, rotary, rotary_fields
+from megalite.frontends.huggingface.positions import (
+    WINDOWS,
+    one_window,
+    recurrent_layers,
+    rotary,
+    rotary_fields,
+)
 from megalite.frontends.huggingface.settings import (
     Fields,
     HFSettings,
@@ -122,9 +128,7 @@ QWEN3_MOE = replace(
     experts=FUSED_EXPERTS,
 )
 
-_RECURRENT = "linear_attention"
-"""Their name of layers with Gated DeltaNet."""
-_SIZES = {
+DELTA_NET_SIZES = {
     "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
@@ -134,25 +138,9 @@ _SIZES = {
 """Sizes of Gated DeltaNet, which have the same names here and there, with their defaults."""
 
 
-def _read_delta_net(hf: HFSettings, fields: Fields) -> Fields:
-    every, types = hf.get("full_attention_interval", 4), hf.get("layer_types")
-    num_layers = fields["num_layers"]
-    if types is None:
-        types = [FULL if (number + 1) % every == 0 else _RECURRENT for number in range(num_layers)]
-    if len(types) != num_layers or not {*types} <= {_RECURRENT, FULL}:
-        raise UserError(f"layer_types {types} cannot be converted: {_RECURRENT} and {FULL} of each layer can")
-    if _RECURRENT not in types:
-        return {}
-    marks = tuple(int(kind == _RECURRENT) for kind in types)
-    return {
-        "recurrent_mixer": "gated_delta_net",
-        "linear_attention_freq": None if all(marks) else marks,
-    }
-
-
-def _write_delta_net(config: ModelConfig) -> Fields:
-    types = [_RECURRENT if spec.attention is None else FULL for spec in config.layer_specs]
-    return {"layer_types": types}
+def _every_nth_has_attention(hf: HFSettings, num_layers: int) -> list[bool]:
+    every = hf.get("full_attention_interval", 4)
+    return [(number + 1) % every != 0 for number in range(num_layers)]
 
 
 def _hybrid(positions: Rule, width: str = "intermediate_size") -> tuple[Rule, ...]:
@@ -160,11 +148,10 @@ def _hybrid(positions: Rule, width: str = "intermediate_size") -> tuple[Rule, ..
     return (
         *llama_like(32768, rotary=positions, width=width, head_dim=256),
         biases(),
-        Rule(_read_delta_net, _write_delta_net),
-        where(
-            lambda hf, fields: "recurrent_mixer" in fields,
-            lambda config: config.recurrent_mixer == "gated_delta_net",
-            *(setting(name, name, usual) for name, usual in _SIZES.items()),
+        recurrent_layers(
+            "gated_delta_net",
+            _every_nth_has_attention,
+            *(setting(name, name, usual) for name, usual in DELTA_NET_SIZES.items()),
         ),
         fixed(qk_layernorm=True, zero_centered_norms=True, attention_output_gate=True),
     )

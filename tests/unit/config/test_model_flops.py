@@ -156,6 +156,24 @@ def test_a_recurrence_counts_its_products_token_by_token() -> None:
     assert more == pytest.approx(6 * hybrid.num_layers / 2 * (per_layer - scores), rel=1e-12)
 
 
+def test_a_gated_convolution_counts_its_taps() -> None:
+    model = dataclasses.replace(
+        PRESETS["llama-tiny"],
+        vocab_size=256,
+        recurrent_mixer="gated_convolution",
+        linear_conv_kernel_dim=3,
+        linear_attention_freq=(2,),
+    )
+    first, second, *_ = model.layer_specs
+    assert second.attention is not None
+    h, scores = model.hidden_size, 2 * model.num_attention_heads * model.head_dim
+    per_layer = layer_weights(model, first) - layer_weights(model, second) + 3 * h
+    assert layer_weights(model, first) == 4 * h * h + 3 * h * model.ffn_size
+    more = flops_per_token(model, 1) - flops_per_token(dataclasses.replace(model, recurrent_mixer="none"), 1)
+    scores *= mean_visible_keys(model, second.attention)
+    assert more == pytest.approx(6 * model.num_layers / 2 * (per_layer - scores), rel=1e-12)
+
+
 def test_a_window_counts_the_scores_within_it() -> None:
     s, heads = GPT.seq_length, GPT.num_attention_heads * GPT.head_dim
     for window in (1, 9, s - 1):

@@ -87,6 +87,8 @@ from transformers import (
     HunYuanMoEV1ForCausalLM,
     HYV3Config,
     HYV3ForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MiniMaxM2Config,
@@ -221,6 +223,7 @@ MODELS = {
     "ernie4_5_moe": Ernie4_5_MoeForCausalLM,
     "apertus": ApertusForCausalLM,
     "granite_swa": GraniteSWAForCausalLM,
+    "lfm2": Lfm2ForCausalLM,
 }
 
 
@@ -1004,6 +1007,23 @@ def granite_swa_config(choose):
     return like_llama(GraniteSWAConfig, choose, "head_dim", **fields)
 
 
+def lfm2_config(choose):
+    conv, full = "conv", "full_attention"
+    return like_llama(
+        *(Lfm2Config, choose, "head_dim", "hidden_act", "attention_dropout", "rms_norm_eps"),
+        **whole_heads(choose),
+        num_hidden_layers=3,
+        layer_types=choose(([conv, full, conv], [full, conv, conv], [conv] * 3)),
+        conv_L_cache=choose((3, 4, 1)),
+        norm_eps=choose((1e-6, 1e-3)),
+        intermediate_size=choose((30, 45)),
+        block_multiple_of=choose((8, 5)),
+        block_ffn_dim_multiplier=choose((1.0, 1.5)),
+        block_auto_adjust_ff_dim=choose((True, False)),
+        pad_token_id=None,
+    )
+
+
 CONFIGS = {
     "mistral": mistral_config,
     "gpt2": gpt2_config,
@@ -1065,6 +1085,7 @@ CONFIGS = {
     "ernie4_5_moe": ernie4_5_moe_config,
     "apertus": apertus_config,
     "granite_swa": granite_swa_config,
+    "lfm2": lfm2_config,
 }
 
 

@@ -73,6 +73,9 @@ MODELS = {
         linear_num_key_heads=4,
         linear_num_value_heads=8,
     ),
+    "gated convolutions": replace(
+        PRESETS["llama-tiny"], vocab_size=301, recurrent_mixer="gated_convolution", linear_attention_freq=(2,)
+    ),
     "layers with one block": replace(PRESETS["nemotron-h-tiny"], vocab_size=301),
     "latent": replace(
         PRESETS["llama-tiny"],

@@ -32,7 +32,7 @@ def problems_with(flags: str) -> list[str]:
             "with --cp 4, over which the 2 of each of 2 tensor-parallel ranks cannot be split: pass --cp 2; ",
         ),
         ("--compile", f"--compile with {MIXER}: "),
-        ("--bf16 --fp8", f"--fp8-format hybrid with {MIXER}: its decays need more than 8 bits; remove it"),
+        ("--bf16 --fp8", f"--fp8-format hybrid with {MIXER}: recurrent layers need more than 8 bits;"),
         ("--mup-base-width 8", f"--mup-base-width 8 with {MIXER}: "),
         ("--linear-attention-freq 1", f"--linear-attention-freq 1 leaves no layer with {MIXER}: "),
         ("--linear-attention-freq [0]*4", "leaves no layer with"),

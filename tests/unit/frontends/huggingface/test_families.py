@@ -24,6 +24,7 @@ from transformers import (
     GraniteSWAConfig,
     HunYuanMoEV1Config,
     HYV3Config,
+    Lfm2Config,
     LlamaConfig,
     MistralConfig,
     NemotronConfig,
@@ -58,6 +59,7 @@ GRANITE_HYBRID = {
     "layer_types": ["mamba", "attention"],
 }
 LLAMA = LlamaConfig().to_dict()
+LFM2 = Lfm2Config(num_hidden_layers=2).to_dict()
 GEMMA3 = Gemma3TextConfig().to_dict()
 GEMMA4 = Gemma4TextConfig(hidden_size_per_layer_input=0).to_dict()
 GEMMA4_ROTARY = {
@@ -453,6 +455,8 @@ def test_a_converted_config_is_of_its_family(config):
         ({**GRANITE_HYBRID, "time_step_limit": [0.0, 0.1]}, "with a time_step_limit of 0.1 cannot be"),
         ({**GRANITE_HYBRID, "position_embedding_type": "alibi"}, "position_embedding_type alibi cannot be"),
         ({**GRANITE_HYBRID, "mamba_d_head": 8}, "with 8 heads of 8 cannot be converted: mamba_expand needs"),
+        ({**LFM2, "conv_bias": True}, "lfm2 with conv_bias True cannot be converted: only False can"),
+        ({**LFM2, "layer_types": ["conv", "linear"]}, r"layer_types \['conv', 'linear'\] cannot be"),
         ({**GEMMA3, "attn_logit_softcapping": 9.0}, "gemma3_text with attn_logit_softcapping 9.0"),
         ({**GEMMA3, "use_bidirectional_attention": True}, "with use_bidirectional_attention"),
         ({**GEMMA3, "layer_types": ["chunked_attention"] * 26}, r"layer_types \['chunked_attention'"),
