@@ -5,17 +5,11 @@ Shapes: s sequence, b microbatch, h hidden size, e size of the layer's own embed
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
-
 from torch import Tensor, nn
 
 from megalite.attention.core import StageCore
 from megalite.attention.positions import PositionInfo
-from megalite.config import AttentionSpec, ModelConfig, RecomputeConfig
-from megalite.config.model.attention import LatentSpec
-from megalite.config.model.layers import MixerSpec
-from megalite.config.model.recurrence import DeltaNetSpec, GatedConvolutionSpec, MambaSpec
+from megalite.config import ModelConfig, RecomputeConfig
 from megalite.config.model.transformer import NORMALIZED
 from megalite.data.batch.microbatch import (
     BlockOutput,
@@ -26,56 +20,15 @@ from megalite.data.batch.microbatch import (
     WithTerms,
 )
 from megalite.kernels import ResidualSum
-from megalite.model.attention import Attention, CachedLatentAttention, LatentAttention
-from megalite.model.embedding import EmbeddingGate, multiplier
+from megalite.model.embedding import EmbeddingGate
 from megalite.model.experts import MixtureOfExperts, Router
-from megalite.model.gated_convolution import GatedConvolution
-from megalite.model.gated_delta_net import GatedDeltaNet
-from megalite.model.mamba import Mamba
-from megalite.model.mlp import MLP
+from megalite.model.mixers import Mixer, build_mixer
+from megalite.model.mlp import MLP, multiplier
 from megalite.model.norm import build_norm
 from megalite.model.normed_experts import NormedExperts
 from megalite.tensor_parallel.counter_random import Dropout
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_parameter
 from megalite.utils.wrapping import wrap_point
-
-
-class Mixer(Protocol):
-    """Interface of a mixer, an `nn.Module`."""
-
-    def __call__(
-        self, x: Tensor, sample_numbers: SampleNumbers, positions: PositionInfo, *keys: Tensor
-    ) -> BlockOutput: ...
-
-    def recompute_parts(self, config: RecomputeConfig, norm: nn.Module) -> None:
-        """Let backward recompute the parts that the config names.
-
-        Args:
-            norm: norm of the mixer's input.
-        """
-
-
-_MIXERS: Mapping[type[MixerSpec], type[nn.Module]] = {
-    AttentionSpec: Attention,
-    LatentSpec: LatentAttention,
-    DeltaNetSpec: GatedDeltaNet,
-    GatedConvolutionSpec: GatedConvolution,
-    MambaSpec: Mamba,
-}
-
-
-def build_mixer(
-    config: ModelConfig, context: LayerContext, core: StageCore, layer: int, spec: MixerSpec
-) -> nn.Module:
-    """Return the mixer of a layer.
-
-    Args:
-        core: attention core, shared by all layers of a stage; it also has the states of recurrent layers.
-        layer: number of the layer in the whole model.
-    """
-    is_latent_cached = core.is_cached and isinstance(spec, LatentSpec)
-    build = CachedLatentAttention if is_latent_cached else _MIXERS[type(spec)]
-    return build(config, context, core, layer, spec)
 
 
 class TransformerLayer(nn.Module):

@@ -34,7 +34,7 @@ _GOLDEN_RATIO = (math.sqrt(5.0) - 1.0) / 2.0
 class Mamba(RecurrentMixer):
     """Computes Mamba-2 of a sample's tokens (Dao and Gu 2024, arXiv 2405.21060, section 7).
 
-    `MambaSpec.group_rows` lists the rows of the input projection for a group of heads. The norm of the
+    `MambaSpec.group_rows` lists the rows of the input projection for a group of heads. --mamba-norm of the
     output is over each group.
     """
 
@@ -64,7 +64,9 @@ class Mamba(RecurrentMixer):
         self.dt_bias = _of_heads(steps + (-(-steps).expm1()).log(), context)  # [n/tp], softplus gives steps
         self.D = _of_heads(torch.ones_like(rates), context)  # [n/tp]
         norm = ParameterSpec((spec.width,), Cut("tp", 0), mean=1.0, decay=False)
-        self.norm = new_parameter(norm, context)  # [n/tp p]
+        self.norm = None if config.mamba_norm == "none" else new_parameter(norm, context)  # [n/tp p]
+        self.norms_first = config.mamba_norm == "before_gate"
+        self.factors = config.mamba_multipliers
         self.projection = RowParallelLinear(
             spec.width,
             h,
@@ -84,6 +86,9 @@ class Mamba(RecurrentMixer):
         spec, starts, saved = self.spec, positions.document_starts, self.saved
         inputs, state = (None, None) if saved is None else (saved.inputs, saved.state)
         grouped = projected.unflatten(-1, (-1, sum(spec.group_rows)))  # [s, b, g', ...]
+        if self.factors is not None:
+            parts = zip(grouped.split(spec.group_rows, dim=-1), self.factors, strict=True)
+            grouped = torch.cat([part * factor for part, factor in parts], dim=-1)
         gate, mixed, step = grouped.split((spec.group_rows[0], spec.num_mixed, spec.group_heads), dim=-1)
         convolved, inputs = self.convolution(mixed.flatten(2), starts, inputs)
         x, of_input, of_output = convolved.unflatten(-1, mixed.shape[2:]).split(spec.group_rows[1:4], dim=-1)
@@ -101,12 +106,18 @@ class Mamba(RecurrentMixer):
         if saved is not None:
             saved.inputs, saved.state = inputs, state
         y = (y.permute(3, 0, 1, 2, 4) + D.unsqueeze(-1) * x).flatten(3)  # [s, b, g', r p]
+        if self.norm is None:
+            return (y * F.silu(gate.to(wide))).to(gate.dtype).flatten(2)
         weight = self.exchange.own(self.norm).view(-1, spec.group_rows[0])
-        return gated_rms_norm(y, gate, weight, self.epsilon).flatten(2)
+        return gated_rms_norm(y, gate, weight, self.epsilon, self.norms_first).flatten(2)
 
 
-def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Return ``norm(x silu(gate)) weight`` over the last dim, in the gate's dtype.
+def gated_rms_norm(
+    x: Tensor, gate: Tensor, weight: Tensor, epsilon: float, norms_first: bool = False
+) -> Tensor:
+    """Return ``norm(x silu(gate)) weight``, or ``norm(x) weight silu(gate)``, in the gate's dtype.
+
+    The norm is over the last dim.
 
     Args:
         x: ``[..., n]``, of any precision; sums are in at least fp32.
@@ -114,9 +125,10 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, epsilon: float) -> T
         weight: ``[n]``, or ``[..., n]`` if it differs along other dims.
     """
     wide = torch.promote_types(gate.dtype, torch.float32)
-    gated = x.to(wide) * F.silu(gate.to(wide))
-    inverse = (gated.square().mean(-1, keepdim=True) + epsilon).rsqrt()
-    return (gated * inverse).to(gate.dtype) * weight
+    factor = F.silu(gate.to(wide))
+    y = x.to(wide) if norms_first else x.to(wide) * factor
+    y = y * (y.square().mean(-1, keepdim=True) + epsilon).rsqrt()
+    return (y * factor if norms_first else y).to(gate.dtype) * weight
 
 
 def _of_heads(initial: Tensor, context: LayerContext) -> nn.Parameter:

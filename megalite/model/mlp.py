@@ -61,8 +61,10 @@ GATES: dict[str, Callable[[Tensor], Tensor]] = {
 """Functions of the gate in gated activations (Shazeer 2020)."""
 
 
-def gated(x: Tensor, gate_of: Callable[[Tensor], Tensor], limit: float | None, offset: float) -> Tensor:
-    """Return gate_of(g) * (u + offset), where g and u are the two halves of x.
+def gated(
+    x: Tensor, gate_of: Callable[[Tensor], Tensor], limit: float | None, offset: float, factor: float = 1.0
+) -> Tensor:
+    """Return gate_of(factor g) * (u + offset), where g and u are the two halves of x.
 
     PyTorch's operators compute it. Backward keeps the operands of the product besides x.
 
@@ -72,6 +74,7 @@ def gated(x: Tensor, gate_of: Callable[[Tensor], Tensor], limit: float | None, o
     gate, up = x.chunk(2, dim=-1)
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    gate = gate if factor == 1.0 else gate * factor
     return gate_of(gate) * (up if offset == 0.0 else up + offset)
 
 
@@ -120,15 +123,33 @@ ACTIVATION_FUNCTIONS = {
 def activation_of(config: ModelConfig) -> ActivationFunction:
     """Return the activation of a model's MLPs."""
     limit, offset = config.activation_func_clamp_value, config.glu_linear_offset
-    has_options = config.is_gated and (limit is not None or offset != 0.0)
+    factor, _ = config.mlp_multipliers or (1.0, 1.0)
+    has_options = config.is_gated and (limit is not None or offset != 0.0 or factor != 1.0)
     if config.activation in ACTIVATION_FUNCTIONS and not has_options:
         return ACTIVATION_FUNCTIONS[config.activation]
     gate_of = GATES[config.activation]
-    return ActivationFunction(partial(gated, gate_of=gate_of, limit=limit, offset=offset))
+    return ActivationFunction(partial(gated, gate_of=gate_of, limit=limit, offset=offset, factor=factor))
+
+
+class Multiply(nn.Module):
+    """Multiplies by a constant factor."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the product."""
+        return x * self.factor
+
+
+def multiplier(factor: float) -> nn.Module:
+    """Return a module that multiplies by a factor."""
+    return nn.Identity() if factor == 1.0 else Multiply(factor)
 
 
 class MLP(nn.Module):
-    """Computes down(activation(up(x))); the layer adds the bias of `down`.
+    """Computes m down(activation(up(x))), m of --mlp-multipliers; the layer adds the bias of `down`.
 
     The weight of `up` is ``[ffn/tp, h]``; for a gated activation two halves are stacked, ``[2, ffn/tp, h]``.
 
@@ -164,6 +185,7 @@ class MLP(nn.Module):
             skip_bias_add=True,
             width_ratio=config.width_ratio,
         )
+        self.multiply = multiplier((config.mlp_multipliers or (1.0, 1.0))[1])
 
     def recompute_parts(self, config: RecomputeConfig, norm: nn.Module) -> None:
         """Let backward recompute the MLP with its norm, the activation or the norm, or the MLP in chunks."""
@@ -194,7 +216,8 @@ class MLP(nn.Module):
             sample_numbers: experts in the place of an MLP use them.
             positions: likewise.
         """
-        return BlockOutput(self.transform(x), self.down.bias)
+        bias = None if self.down.bias is None else self.multiply(self.down.bias)
+        return BlockOutput(self.multiply(self.transform(x)), bias)
 
     @wrap_point
     def transform(self, x: Tensor) -> Tensor:

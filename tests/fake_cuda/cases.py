@@ -162,6 +162,13 @@ CASES = {
     ),
     "nemotron-h": case(preset="nemotron-h-tiny", num_layers=4),
     "nemotron-h documents pp2": case("pp2dp2", preset="nemotron-h-tiny", num_layers=4, **PACKED),
+    "attention beside Mamba-2": case(
+        "tp2cp2+sp",
+        preset="nemotron-h-tiny",
+        **{"num_layers": 2, "hybrid_override_pattern": "B-", "position_embedding_type": "rope"},
+        **{"mamba_norm": "none", "mamba_multipliers": (1.5, 0.75, 1.25, 1.0, 0.5)},
+        **{"mixer_multipliers": (0.5, 2.0), "mlp_multipliers": (1.5, 0.75), "activation": "swiglu"},
+    ),
     "recurrence": case("tp2", preset="llama-tiny", **HYBRID),
     "gated convolutions": case(
         "tp2cp2+p2p",

@@ -23,6 +23,7 @@ DROPPING = "llama-tiny, dropped tokens"
 HYBRID = "llama-tiny, qwen3-next"
 """Layers 1, 2 and 4 of 4 have Gated DeltaNet, and layers 1, 3 and 4 experts."""
 LFM2 = "llama-tiny, lfm2"
+FALCON = "nemotron-h-tiny, falcon-h1"
 NEMOTRON = "nemotron-h-tiny, own"
 """Layers with Mamba-2, attention, Mamba-2 and an MLP."""
 BESIDE = "llama-tiny, experts beside MLPs"
@@ -131,6 +132,11 @@ SWITCHES: dict[str, dict[str, Any]] = {
         **{"moe_shared_expert_intermediate_size": 12, "moe_shared_expert_gate": True},
         "moe_layer_freq": (1, 0, 1, 1),
     },
+    FALCON: {
+        **{"hybrid_override_pattern": "B-B-", "position_embedding_type": "rope", "activation": "swiglu"},
+        **{"mamba_norm": "before_gate", "mamba_multipliers": (1.5, 0.75, 1.25, 1.0, 0.5)},
+        **{"mixer_multipliers": (0.5, 2.0), "mlp_multipliers": (1.5, 0.75), "init_method_std": 0.1},
+    },
     LFM2: {
         **{"recurrent_mixer": "gated_convolution", "linear_attention_freq": (3,), "qk_layernorm": True},
         "linear_conv_kernel_dim": 3,
@@ -206,7 +212,7 @@ WITH_DROPOUT = {
         GPT_OSS,
         "gpt-tiny, sigmoid",
     ),
-    *(LATENT, GEMMA4, GEMMA4_E2B, "gpt-tiny, gpt-j", HYBRID, LFM2, NEMOTRON, "llama-tiny, mtp"),
+    *(LATENT, GEMMA4, GEMMA4_E2B, "gpt-tiny, gpt-j", HYBRID, LFM2, FALCON, NEMOTRON, "llama-tiny, mtp"),
 }
 
 

@@ -61,10 +61,13 @@ class MLPOptions:
     (GPT-OSS: 7)."""
     glu_linear_offset: float = option(0.0, allowed=NOT_NEGATIVE, **_GATED)
     """Number to add to the values that the gate of a gated activation multiplies (GPT-OSS: 1)."""
+    mlp_multipliers: tuple[float, ...] | None = option(None, allowed=POSITIVE, in_megatron=False, **_GATED)
+    """Two factors, of the gate of a gated MLP before its activation, and of the MLP's output (Falcon-H1)."""
     add_mlp_bias: bool = option(False, only_with=Setting("add_bias_linear", (False,)), in_megatron=False)
     """Add a bias to the linear layers of the MLP even with --disable-bias-linear, as GPT-J does."""
 
     conflicts: ClassVar[Conflicts] = {
+        "mlp_multipliers": {HAS_EXPERTS: ": experts have none; remove one of them"},
         Setting("activation", ("xielu",)): {
             HAS_EXPERTS: ": experts have no numbers of it; pass another activation",
             Setting("architecture", ("bert",)): ": BERT's head has no numbers of it; pass another activation",

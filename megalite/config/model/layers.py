@@ -9,14 +9,29 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from megalite.config.model.attention import AttentionSpec, LatentSpec, RotarySpec
 from megalite.config.model.feed_forward import ExpertsSpec
 from megalite.config.model.recurrence import DeltaNetSpec, GatedConvolutionSpec, MambaSpec
 
 RecurrentSpec = DeltaNetSpec | GatedConvolutionSpec | MambaSpec
-MixerSpec = AttentionSpec | RecurrentSpec
+
+
+@dataclass(frozen=True)
+class ParallelMixersSpec:
+    """Attention and Mamba-2 that read the same input, and whose outputs are added."""
+
+    name: ClassVar[str] = "mixers"
+    attention: AttentionSpec
+    mamba: MambaSpec
+
+    def num_weights(self, hidden_size: int) -> int:
+        """Return the number of elements of the matrices."""
+        return self.attention.num_weights(hidden_size) + self.mamba.num_weights(hidden_size)
+
+
+MixerSpec = AttentionSpec | RecurrentSpec | ParallelMixersSpec
 
 
 @dataclass(frozen=True)
@@ -35,13 +50,15 @@ class LayerSpec:
 
     @property
     def attention(self) -> AttentionSpec | None:
-        """Return the mixer if it is attention."""
-        return self.mixer if isinstance(self.mixer, AttentionSpec) else None
+        """Return the mixer if it is attention, or the attention beside another one."""
+        mixer = self.mixer.attention if isinstance(self.mixer, ParallelMixersSpec) else self.mixer
+        return mixer if isinstance(mixer, AttentionSpec) else None
 
     @property
     def recurrence(self) -> RecurrentSpec | None:
-        """Return the mixer if it is recurrent."""
-        return self.mixer if isinstance(self.mixer, RecurrentSpec) else None
+        """Return the mixer if it is recurrent, or the recurrent one beside attention."""
+        mixer = self.mixer.mamba if isinstance(self.mixer, ParallelMixersSpec) else self.mixer
+        return mixer if isinstance(mixer, RecurrentSpec) else None
 
     @property
     def has_mlp(self) -> bool:
@@ -73,6 +90,8 @@ def layer_spec(model: Any, number: int) -> LayerSpec:
     match (model.hybrid_override_pattern or "")[number : number + 1]:
         case "M":
             return LayerSpec(model.mamba, None)
+        case "B":
+            return LayerSpec(ParallelMixersSpec(attention_spec(model, number), model.mamba), None)
         case "-":
             return LayerSpec(None, ffn_size)
         case "E":

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from megalite.config.model.transformer import IS_BERT
-from megalite.config.option import NOT_NEGATIVE, SIZE, Conflicts, Range, Setting, option, other_than
+from megalite.config.option import NOT_NEGATIVE, POSITIVE, SIZE, Conflicts, Range, Setting, option, other_than
 
 RecurrentMixer = Literal["none", "gated_delta_net", "gated_convolution"]
 
 _PATTERN = Range(
-    lambda pattern: set(pattern) <= set("M*-E"),
-    "M (Mamba-2), * (attention), - (MLP) and E (experts)",
+    lambda pattern: set(pattern) <= set("M*B-E"),
+    "M (Mamba-2), * (attention), B (both), - (MLP) and E (experts)",
     "has other letters: its letters are",
 )
 HAS_RECURRENT_MIXER = Setting("recurrent_mixer", other_than("none"))
@@ -23,9 +23,15 @@ _DELTA_NET: dict[str, Any] = {
 }
 HAS_MAMBA = Setting(
     "hybrid_override_pattern",
-    Range(lambda pattern: "M" in str(pattern), "with M"),
-    "no layer has Mamba-2 (M in --hybrid-override-pattern)",
+    Range(lambda pattern: not {"M", "B"}.isdisjoint(str(pattern)), "with M or B"),
+    "no layer has Mamba-2 (M or B in --hybrid-override-pattern)",
 )
+_HAS_BOTH = Setting(
+    "hybrid_override_pattern",
+    Range(lambda pattern: "B" in str(pattern), "with B"),
+    "no layer has both mixers (B in --hybrid-override-pattern)",
+)
+MambaNorm = Literal["after_gate", "before_gate", "none"]
 _MAMBA: dict[str, Any] = {"allowed": SIZE, "only_with": HAS_MAMBA, "in_megatron": False}
 
 
@@ -54,7 +60,8 @@ class RecurrentOptions:
     hybrid_override_pattern: str | None = option(
         None, "--hybrid-layer-pattern", allowed=_PATTERN, in_megatron=False
     )
-    """One block for each layer: M is Mamba-2, * attention, - an MLP, E experts (docs/hybrid.md)."""
+    """One block for each layer: M is Mamba-2, * attention, B both side by side, - an MLP, E experts
+    (docs/hybrid.md)."""
     mamba_num_heads: int | None = option(None, **_MAMBA)
     """Number of heads of Mamba-2. By default twice the hidden size in all, divided by --mamba-head-dim."""
     mamba_head_dim: int = option(64, **_MAMBA)
@@ -73,6 +80,18 @@ class RecurrentOptions:
     """Add a bias to the projections of Mamba-2 even with --disable-bias-linear."""
     mamba_min_time_step: float = option(0.0, **{**_MAMBA, "allowed": NOT_NEGATIVE})
     """Smallest time step of Mamba-2; transformers' Nemotron-H has 0.001."""
+    mamba_norm: MambaNorm = option("after_gate", only_with=HAS_MAMBA, in_megatron=False)
+    """Normalize the output of Mamba-2 over each group after it is multiplied by its gate, before that, or not
+    at all (none: Falcon-H1)."""
+    mamba_multipliers: tuple[float, ...] | None = option(
+        None, allowed=POSITIVE, same_shapes=True, only_with=HAS_MAMBA, in_megatron=False
+    )
+    """Five factors of what the input projection of Mamba-2 computes: gates, inputs, B, C, and time steps
+    (Falcon-H1)."""
+    mixer_multipliers: tuple[float, ...] | None = option(
+        None, allowed=POSITIVE, same_shapes=True, only_with=_HAS_BOTH, in_megatron=False
+    )
+    """Two factors, of the outputs of attention and of Mamba-2 in layers that have both (Falcon-H1)."""
 
     conflicts: ClassVar[Conflicts] = {
         "mup_base_width": {

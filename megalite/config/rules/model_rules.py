@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from megalite.config.config import Config
 from megalite.config.data import TOKENIZER_FIELDS, WORD_PIECE_TOKENIZERS
 from megalite.config.model.attention import LatentSpec
+from megalite.config.model.recurrence import MambaSpec
 from megalite.config.model.transformer import NUM_BERT_SPECIAL
 from megalite.config.option import flag_of, flag_with_value
 from megalite.config.rules import divisors_near, not_divisible
@@ -224,10 +225,19 @@ def hybrid_pattern(config: Config, world_size: int | None) -> Iterator[Problem]:
         )
 
 
+def numbers_of_multipliers(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that lists of factors have as many as there are parts."""
+    for name, number in {"mamba_multipliers": 5, "mixer_multipliers": 2, "mlp_multipliers": 2}.items():
+        factors = getattr(config.model, name)
+        if factors is not None and len(factors) != number:
+            flag = flag_with_value(name, factors)
+            yield Problem((name,), f"{flag} has {len(factors)} factors: pass {number}, or remove it")
+
+
 def mamba_heads(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Check that groups have equal numbers of heads."""
     model = config.model
-    if "M" not in (model.hybrid_override_pattern or ""):
+    if not any(isinstance(spec, MambaSpec) for spec in model.recurrences):
         return
     sizes = model.mamba
     if model.mamba_num_heads is None and 2 * model.hidden_size % sizes.head_dim:

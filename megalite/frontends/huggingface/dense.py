@@ -130,20 +130,21 @@ GLM4 = replace(
 )
 
 
-def _rounded(number: float) -> float:
+def rounded(number: float) -> float:
     """Return a setting without the rounding errors of a power or a quotient, so that it is the same again."""
-    rounded = float(f"{number:.12g}")
-    return rounded if math.isclose(rounded, number, rel_tol=1e-14) else number
+    short = float(f"{number:.12g}")
+    return short if math.isclose(short, number, rel_tol=1e-14) else number
 
 
-def _factor(hf: HFSettings, name: str) -> float:
+def factor_of(hf: HFSettings, name: str) -> float:
+    """Return a setting that is a factor, 1 by default."""
     if not isinstance(value := hf.get(name, 1.0), (int, float)) or value <= 0:
         raise UserError(f"{hf.kind} with {name} {value} cannot be converted: numbers above 0 can")
     return value
 
 
 def _read_scale(hf: HFSettings, fields: Fields) -> Fields:
-    divisor = _rounded(_factor(hf, "attention_multiplier") ** -2)
+    divisor = rounded(factor_of(hf, "attention_multiplier") ** -2)
     head_dim = fields.get("kv_channels") or fields["hidden_size"] // fields["num_attention_heads"]
     return {"query_pre_attn_scalar": None if divisor == head_dim else divisor}
 
@@ -154,12 +155,12 @@ MULTIPLIERS = (
     Rule(
         _read_scale,
         lambda config: {
-            "attention_multiplier": _rounded(config.squared_score_divisor(config.head_dim) ** -0.5)
+            "attention_multiplier": rounded(config.squared_score_divisor(config.head_dim) ** -0.5)
         },
     ),
     Rule(
-        lambda hf, _: {"logit_multiplier": 1.0 / _factor(hf, "logits_scaling")},
-        lambda config: {"logits_scaling": _rounded(1.0 / config.logit_multiplier)},
+        lambda hf, _: {"logit_multiplier": 1.0 / factor_of(hf, "logits_scaling")},
+        lambda config: {"logits_scaling": rounded(1.0 / config.logit_multiplier)},
     ),
 )
 """Rules of Granite's four factors: of embeddings, outputs of blocks, scores and, as a divisor, logits."""

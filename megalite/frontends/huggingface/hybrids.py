@@ -1,11 +1,13 @@
-"""Models with attention in some layers and another mixer in the others: LFM2."""
+"""Models with attention and another mixer, in other layers or side by side: LFM2 and Falcon-H1."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from megalite.config import ModelConfig
 from megalite.config.model.recurrence import GatedConvolutionSpec
+from megalite.frontends.huggingface.dense import FINAL_LAYERNORM, factor_of, rounded
 from megalite.frontends.huggingface.family import (
     HALVES,
     OUTPUT,
@@ -17,8 +19,10 @@ from megalite.frontends.huggingface.family import (
     with_kernel_dim,
 )
 from megalite.frontends.huggingface.llama import WITHOUT_MTP, llama_like
+from megalite.frontends.huggingface.mamba import MAMBA_SIZES, attention_modules, mamba_modules
 from megalite.frontends.huggingface.positions import recurrent_layers, rotary
 from megalite.frontends.huggingface.settings import Fields, HFSettings, Rule, fixed, only, setting
+from megalite.utils.errors import UserError
 
 _OURS, _THEIRS = "layers.{}.", "model.layers.{}."
 
@@ -113,5 +117,130 @@ LFM2 = replace(
         *("block_dim", "block_mlp_init_scale", "block_norm_eps", "block_out_init_scale", "block_use_swiglu"),
         *("block_use_xavier_init", "conv_dim", "conv_dim_out", "conv_use_xavier_init", "num_heads"),
         "use_pos_enc",
+    ),
+)
+
+
+def _read_pairs(hf: HFSettings, _: Fields) -> Fields:
+    """Return our layers: two for each of theirs, the mixers and the MLP."""
+    count = hf["num_hidden_layers"]
+    return {"num_layers": 2 * count, "hybrid_override_pattern": "B-" * count}
+
+
+def _read_mamba_heads(hf: HFSettings, fields: Fields) -> Fields:
+    count, width = hf.get("mamba_n_heads", 128), hf.get("mamba_d_ssm", 1024)
+    if width is None:
+        width = hf.get("mamba_expand", 2) * fields["hidden_size"]
+    size = width // count if hf.get("mamba_d_head", "auto") == "auto" else hf["mamba_d_head"]
+    if size * count != width:
+        raise UserError(
+            f"{hf.kind} with {count} heads of {size} cannot be converted: mamba_d_ssm needs {width}"
+        )
+    return {"mamba_num_heads": count, "mamba_head_dim": size}
+
+
+def _write_mamba_heads(config: ModelConfig) -> Fields:
+    heads = config.mamba
+    return {"mamba_n_heads": heads.num_heads, "mamba_d_head": heads.head_dim, "mamba_d_ssm": heads.width}
+
+
+def _read_mamba_norm(hf: HFSettings, _: Fields) -> Fields:
+    is_first = hf.switch("mamba_norm_before_gate", True)
+    has_norm = hf.switch("mamba_rms_norm", False)
+    return {"mamba_norm": ("before_gate" if is_first else "after_gate") if has_norm else "none"}
+
+
+def _write_mamba_norm(config: ModelConfig) -> Fields:
+    norm = config.mamba_norm
+    return {"mamba_rms_norm": norm != "none", "mamba_norm_before_gate": norm == "before_gate"}
+
+
+def _read_key_factor(hf: HFSettings, fields: Fields) -> Fields:
+    # Without biases, a factor of attention's input is one of queries, keys and values.
+    factor = factor_of(hf, "attention_in_multiplier") ** 2 * factor_of(hf, "key_multiplier")
+    size = fields["kv_channels"] or fields["hidden_size"] // fields["num_attention_heads"]
+    return {"query_pre_attn_scalar": None if factor == 1.0 else size / factor**2}
+
+
+def _write_key_factor(config: ModelConfig) -> Fields:
+    size, divisor = config.head_dim, config.squared_score_divisor(config.head_dim)
+    factor = up = down = rounded(math.sqrt(size / divisor))
+    for _ in range(4):  # to the number that reading makes this divisor of
+        factor = next((x for x in (factor, up, down) if size / x**2 == divisor), factor)
+        up, down = math.nextafter(up, math.inf), math.nextafter(down, 0.0)
+    return {"key_multiplier": factor, "attention_in_multiplier": 1.0}
+
+
+def _without_ones(*factors: float) -> tuple[float, ...] | None:
+    return None if {*factors} == {1.0} else factors
+
+
+def _read_factors(hf: HFSettings, _: Fields) -> Fields:
+    into, of_mamba = (factor_of(hf, f"{name}_in_multiplier") for name in ("attention", "ssm"))
+    of_rows, of_mlp = hf.get("ssm_multipliers") or [1.0] * 5, hf.get("mlp_multipliers") or [1.0] * 2
+    return {
+        "mamba_multipliers": _without_ones(*(of_mamba * factor for factor in of_rows)),
+        "mixer_multipliers": _without_ones(
+            into * factor_of(hf, "attention_out_multiplier"), factor_of(hf, "ssm_out_multiplier")
+        ),
+        "mlp_multipliers": _without_ones(*of_mlp),
+    }
+
+
+def _write_factors(config: ModelConfig) -> Fields:
+    attention, mamba = config.mixer_multipliers or (1.0, 1.0)
+    return {
+        "ssm_in_multiplier": 1.0,
+        "ssm_multipliers": list(config.mamba_multipliers or (1.0,) * 5),
+        "attention_out_multiplier": attention,
+        "ssm_out_multiplier": mamba,
+        "mlp_multipliers": list(config.mlp_multipliers or (1.0, 1.0)),
+    }
+
+
+FALCON_H1 = replace(
+    WITHOUT_MTP,
+    model_type="falcon_h1",
+    architecture="FalconH1ForCausalLM",
+    rules=(
+        only(attention_bias=False, mlp_bias=False, mamba_proj_bias=False, projectors_bias=False),
+        only(mamba_conv_bias=True),
+        *llama_like(8192, 1e-5),
+        setting("num_key_value_heads", "num_query_groups", 8),
+        Rule(_read_pairs, lambda config: {"num_hidden_layers": config.num_layers // 2}),
+        Rule(_read_mamba_heads, _write_mamba_heads),
+        *MAMBA_SIZES,
+        Rule(_read_mamba_norm, _write_mamba_norm),
+        Rule(_read_key_factor, _write_key_factor),
+        Rule(_read_factors, _write_factors),
+        setting("embedding_multiplier", "embedding_multiplier", 1.0),
+        setting("lm_head_multiplier", "logit_multiplier", 1.0),
+    ),
+    ends=FINAL_LAYERNORM,
+    layer=tuple(
+        replace(module, per_layer=2)
+        for module in (
+            *modules(
+                _OURS,
+                _THEIRS,
+                ("norm", "attention_norm", "input_layernorm"),
+                only_in=lambda spec: spec.mixer is not None,
+            ),
+            *attention_modules(f"{_THEIRS}self_attn.", f"{_OURS}mixers."),
+            *mamba_modules(f"{_THEIRS}mamba.", f"{_OURS}mixers."),
+            *modules(
+                _OURS,
+                _THEIRS,
+                ("norm", "mlp_norm", "pre_ff_layernorm"),
+                ("mlp", "mlp.up", "feed_forward.gate_proj feed_forward.up_proj", HALVES),
+                ("mlp", "mlp.down", "feed_forward.down_proj"),
+                only_in=lambda spec: spec.has_mlp,
+            ),
+        )
+    ),
+    # Older programs read them.
+    without_effect=(
+        *("attn_layer_indices", "mamba_chunk_size", "mamba_expand", "mamba_use_mlp", "mlp_expansion_factor"),
+        "num_logits_to_keep",
     ),
 )

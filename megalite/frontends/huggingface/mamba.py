@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from megalite.config import ModelConfig
+from megalite.config import LayerSpec, ModelConfig
 from megalite.config.model.recurrence import MambaSpec
 from megalite.frontends.huggingface.dense import FINAL_LAYERNORM, JOINED_ROWS, MULTIPLIERS
 from megalite.frontends.huggingface.experts import (
@@ -100,23 +100,34 @@ _OURS, _LAYER = "layers.{}.", "backbone.layers.{}."
 _MIXER = _LAYER + "mixer."
 
 
-def _mamba_modules(theirs: str) -> tuple[Module, ...]:
+def _has_mamba(spec: LayerSpec) -> bool:
+    return isinstance(spec.recurrence, MambaSpec)
+
+
+def mamba_modules(theirs: str, ours: str = "layers.{}.") -> tuple[Module, ...]:
+    """Return the modules of Mamba-2; `ours` and `theirs` are prefixes of the names."""
     return modules(
-        _OURS + "mamba.",
+        ours + "mamba.",
         theirs,
         ("mamba", "in_projection", "in_proj", _PROJECTED),
         ("vector", "convolution.weight", "conv1d.weight", with_kernel_dim(_MIXED)),
         ("vector", "convolution.bias", "conv1d.bias", _MIXED),
         *(("vector", name, name) for name in ("A_log", "D", "dt_bias")),
-        ("vector", "norm", "norm.weight"),
         ("mamba", "projection", "out_proj"),
-        only_in=lambda spec: isinstance(spec.mixer, MambaSpec),
+        only_in=_has_mamba,
+    ) + modules(
+        ours + "mamba.",
+        theirs,
+        ("vector", "norm", "norm.weight"),
+        only_in=_has_mamba,
+        only_if=lambda config: config.mamba_norm != "none",
     )
 
 
-def _attention_modules(theirs: str) -> tuple[Module, ...]:
+def attention_modules(theirs: str, ours: str = "layers.{}.") -> tuple[Module, ...]:
+    """Return the modules of attention; `ours` and `theirs` are prefixes of the names."""
     return modules(
-        _OURS + "attention.",
+        ours + "attention.",
         theirs,
         ("qkv", "qkv", "q_proj k_proj v_proj", QKV),
         ("attention_output", "projection", "o_proj"),
@@ -183,8 +194,8 @@ NEMOTRON_H = Family(
             _OURS, _LAYER, ("norm", "attention_norm", "norm"), only_in=lambda spec: spec.mixer is not None
         ),
         *modules(_OURS, _LAYER, ("norm", "mlp_norm", "norm"), only_in=lambda spec: spec.has_mlp),
-        *_mamba_modules(_MIXER),
-        *_attention_modules(_MIXER),
+        *mamba_modules(_MIXER),
+        *attention_modules(_MIXER),
         *modules(
             _OURS + "mlp.",
             _MIXER,
@@ -285,13 +296,16 @@ def _write_positions(config: ModelConfig) -> Fields:
     return rotary().write(config) | {"position_embedding_type": "rope"}
 
 
-_MAMBA_OF_PAIRS = (
-    setting("mamba_n_heads", "mamba_num_heads", 128, "mamba.num_heads"),
-    Rule(_read_head_dim, _write_head_dim),
+MAMBA_SIZES = (
     setting("mamba_n_groups", "mamba_num_groups", 1, "mamba.num_groups"),
     setting("mamba_d_state", "mamba_state_dim", 256, "mamba.state_dim"),
     Rule(_read_time_steps, _write_time_steps),
     setting("mamba_d_conv", "mamba_conv_kernel", 4, "mamba.kernel"),
+)
+_MAMBA_OF_PAIRS = (
+    setting("mamba_n_heads", "mamba_num_heads", 128, "mamba.num_heads"),
+    Rule(_read_head_dim, _write_head_dim),
+    *MAMBA_SIZES,
     switch("mamba_proj_bias", "mamba_bias", False, "has_mamba_bias"),
 )
 """Rules of Mamba-2 in Granite and Bamba."""
@@ -305,8 +319,8 @@ def _mixers_of_pairs(mlp_norm: str) -> tuple[Module, ...]:
     return (
         *in_layers_that(lambda spec: spec.mixer is not None, *first),
         *in_layers_that(lambda spec: spec.has_mlp, *second),
-        *_mamba_modules(f"{_GRANITE}mamba."),
-        *_attention_modules(f"{_GRANITE}self_attn."),
+        *mamba_modules(f"{_GRANITE}mamba."),
+        *attention_modules(f"{_GRANITE}self_attn."),
     )
 
 

@@ -126,6 +126,15 @@ def test_mamba_counts_its_recurrence() -> None:
     assert flops_per_token(mamba, 1) - flops_per_token(mlp, 1) == 6 * (products - of_mlp)
 
 
+def test_attention_beside_mamba_counts_both() -> None:
+    tiny = dataclasses.replace(PRESETS["nemotron-h-tiny"], vocab_size=256)
+    both, mamba, attention, mlp = (
+        flops_per_token(dataclasses.replace(tiny, hybrid_override_pattern=f"-{each}--"), 1) for each in "BM*-"
+    )
+    of_mlp = 6 * 2 * tiny.hidden_size * tiny.ffn_size
+    assert both - (mlp - of_mlp) == mamba + attention - 2 * (mlp - of_mlp)
+
+
 def test_a_recurrence_counts_its_products_token_by_token() -> None:
     hybrid = dataclasses.replace(
         PRESETS["llama-tiny"],

@@ -35,6 +35,8 @@ from transformers import (
     Exaone4ForCausalLM,
     ExaoneMoeConfig,
     ExaoneMoeForCausalLM,
+    FalconH1Config,
+    FalconH1ForCausalLM,
     FlexOlmoConfig,
     FlexOlmoForCausalLM,
     Gemma2Config,
@@ -381,6 +383,15 @@ THEIRS |= {
             layer_types=["linear_attention", "full_attention", "linear_attention"],
             **{"num_local_experts": 4, "shared_intermediate_size": 12, "mamba_n_heads": 8},
             **{"mamba_d_state": 7, "mamba_d_conv": 3, "mamba_chunk_size": 4},
+        ),
+    ),
+    "falcon_h1": (
+        FalconH1ForCausalLM,
+        FalconH1Config(
+            **{**SIZES, **COMMON, "num_hidden_layers": 2, "key_multiplier": 0.75, "mamba_d_ssm": 40},
+            **{"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 7, "mamba_chunk_size": 4},
+            **{"ssm_multipliers": [1.5, 0.75, 1.25, 1.0, 0.5], "mlp_multipliers": [1.5, 0.75]},
+            **{"attention_in_multiplier": 1.5, "ssm_out_multiplier": 0.5},
         ),
     ),
     "lfm2": (

@@ -47,6 +47,8 @@ from transformers import (
     Exaone4ForCausalLM,
     ExaoneMoeConfig,
     ExaoneMoeForCausalLM,
+    FalconH1Config,
+    FalconH1ForCausalLM,
     FlexOlmoConfig,
     FlexOlmoForCausalLM,
     Gemma2Config,
@@ -224,6 +226,7 @@ MODELS = {
     "apertus": ApertusForCausalLM,
     "granite_swa": GraniteSWAForCausalLM,
     "lfm2": Lfm2ForCausalLM,
+    "falcon_h1": FalconH1ForCausalLM,
 }
 
 
@@ -1024,6 +1027,28 @@ def lfm2_config(choose):
     )
 
 
+def falcon_h1_config(choose):
+    groups, size = choose((1, 2)), choose((4, 5))
+    factors = "lm_head embedding key attention_out attention_in ssm_in ssm_out"
+    return like_llama(
+        *(FalconH1Config, choose, "hidden_act"),
+        num_hidden_layers=choose((1, 2)),
+        # Theirs rounds the factors of Mamba-2 to fp32.
+        **{f"{name}_multiplier": choose((1.0, 0.75, 1.5)) for name in factors.split()},
+        mlp_multipliers=choose((None, [0.75, 1.5], [1.0, 0.5])),
+        ssm_multipliers=choose((None, [1.5, 0.75, 1.25, 1.0, 0.5], [0.5, 1.25, 1.0, 0.75, 1.5])),
+        mamba_rms_norm=choose((False, True, True)),
+        mamba_norm_before_gate=choose((False, True)),
+        mamba_n_heads=2 * groups,
+        mamba_n_groups=groups,
+        mamba_d_ssm=2 * groups * size,
+        mamba_d_state=choose((3, 8)),
+        mamba_d_conv=choose((4, 3)),
+        time_step_limit=choose(((0.0, float("inf")), (0.7, float("inf")))),
+        pad_token_id=None,
+    )
+
+
 CONFIGS = {
     "mistral": mistral_config,
     "gpt2": gpt2_config,
@@ -1086,6 +1111,7 @@ CONFIGS = {
     "apertus": apertus_config,
     "granite_swa": granite_swa_config,
     "lfm2": lfm2_config,
+    "falcon_h1": falcon_h1_config,
 }
 
 

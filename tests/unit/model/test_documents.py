@@ -19,6 +19,10 @@ MODELS = {
         **{"position_embedding_type": "none", "hybrid_override_pattern": "MM", "mamba_head_dim": 6},
         **{"mamba_num_groups": 2, "mamba_state_dim": 5},
     },
+    "both": {
+        **{"position_embedding_type": "none", "hybrid_override_pattern": "BB", "mamba_head_dim": 6},
+        **{"mamba_num_groups": 2, "mamba_state_dim": 5},
+    },
     "recurrent": {
         **{"position_embedding_type": "none", "recurrent_mixer": "gated_delta_net"},
         **{"linear_attention_freq": (2,), "linear_key_head_dim": 6, "linear_value_head_dim": 5},
@@ -115,7 +119,9 @@ def test_each_part_has_its_effect_or_none(model, core, one_rank):
     plain, _, _ = run(stage, tokens, labels)
     unmasked, _, _ = run(stage, tokens, labels, **documents(document_ids=None))
     masked, _, _ = run(stage, tokens, labels, **documents(position_ids=None))
-    assert torch.equal(unmasked, plain) == (model in ("alibi", "none", "recurrent", "convolution", "mamba"))
+    assert torch.equal(unmasked, plain) == (
+        model in ("alibi", "none", "recurrent", "convolution", "mamba", "both")
+    )
     assert not torch.allclose(masked, plain)
     assert torch.allclose(masked[1], plain[1], rtol=1e-12)  # one document alone
 

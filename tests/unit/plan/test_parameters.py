@@ -73,6 +73,9 @@ MODELS = {
         linear_num_key_heads=4,
         linear_num_value_heads=8,
     ),
+    "attention beside Mamba-2": replace(
+        PRESETS["nemotron-h-tiny"], vocab_size=301, hybrid_override_pattern="B-B-", mamba_norm="none"
+    ),
     "gated convolutions": replace(
         PRESETS["llama-tiny"], vocab_size=301, recurrent_mixer="gated_convolution", linear_attention_freq=(2,)
     ),

@@ -97,7 +97,15 @@ def test_there_and_back_is_byte_equal(kind, form, shards, tmp_path):
         *("arcee", "seed_oss", "phi3", "glm", "glm4", "ernie4_5", "helium", "ministral", "exaone4", "gemma"),
         *("starcoder2", "stablelm", "phi", "nemotron", "flex_olmo", "dots1", "solar_open", "exaone_moe"),
         *("hy_v3", "afmoe", "granite", "granitemoe", "granitemoehybrid", "bamba", "cohere", "cohere2"),
-        *("hunyuan_v1_dense", "hunyuan_v1_moe", "ernie4_5_moe", "apertus", "granite_swa", "lfm2"),
+        *(
+            "hunyuan_v1_dense",
+            "hunyuan_v1_moe",
+            "ernie4_5_moe",
+            "apertus",
+            "granite_swa",
+            "lfm2",
+            "falcon_h1",
+        ),
     ],
 )
 def test_a_family_comes_back(kind, tmp_path):

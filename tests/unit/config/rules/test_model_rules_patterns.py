@@ -74,6 +74,8 @@ def test_these_models_are_valid(line: str) -> None:
             "--mamba-num-groups 4 with --cp 3, over which the 4 cannot be split: pass --cp 2 or 4; each rank "
             "computes whole groups with their heads for all tokens",
         ),
+        ("--mamba-multipliers 1 2 0.5", "--mamba-multipliers 1.0 2.0 0.5 has 3 factors: pass 5, or remove"),
+        ("--mixer-multipliers 1 0", "--mixer-multipliers 0.0 is out of range: it must be greater than 0"),
         ("--fp8 --bf16", "--fp8-format hybrid with --hybrid-override-pattern M*M-"),
         ("--compile", "--compile with --hybrid-override-pattern M*M-"),
         ("--mup-base-width 32", "--mup-base-width 32 with --hybrid-override-pattern M*M-"),
@@ -86,7 +88,8 @@ def test_a_mistake_is_one_line_with_the_fix(line: str, message: str) -> None:
 
 def test_sizes_of_mamba_without_mamba_are_reported() -> None:
     config, _ = parse([*BASE.split(), "--hybrid-override-pattern", "*-*-"])
-    expected = "--mamba-num-groups 4 has no effect: no layer has Mamba-2 (M in --hybrid-override-pattern)"
+    expected = "--mamba-num-groups 4 has no effect: no layer has Mamba-2 (M or B in "
+    expected += "--hybrid-override-pattern)"
     assert expected in unused_options(config)
     config, _ = parse(BASE.split())
     assert not any("--mamba" in line for line in unused_options(config))

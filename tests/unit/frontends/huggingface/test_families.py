@@ -16,6 +16,7 @@ from transformers import (
     Ernie4_5_MoeConfig,
     Exaone4Config,
     ExaoneMoeConfig,
+    FalconH1Config,
     Gemma3TextConfig,
     Gemma4TextConfig,
     GemmaConfig,
@@ -59,6 +60,7 @@ GRANITE_HYBRID = {
     "layer_types": ["mamba", "attention"],
 }
 LLAMA = LlamaConfig().to_dict()
+FALCON = FalconH1Config().to_dict()
 LFM2 = Lfm2Config(num_hidden_layers=2).to_dict()
 GEMMA3 = Gemma3TextConfig().to_dict()
 GEMMA4 = Gemma4TextConfig(hidden_size_per_layer_input=0).to_dict()
@@ -455,6 +457,15 @@ def test_a_converted_config_is_of_its_family(config):
         ({**GRANITE_HYBRID, "time_step_limit": [0.0, 0.1]}, "with a time_step_limit of 0.1 cannot be"),
         ({**GRANITE_HYBRID, "position_embedding_type": "alibi"}, "position_embedding_type alibi cannot be"),
         ({**GRANITE_HYBRID, "mamba_d_head": 8}, "with 8 heads of 8 cannot be converted: mamba_expand needs"),
+        (
+            {**FALCON, "attention_bias": True},
+            "falcon_h1 with attention_bias True cannot be converted: only F",
+        ),
+        ({**FALCON, "mamba_d_head": 9}, "128 heads of 9 cannot be converted: mamba_d_ssm needs 1024"),
+        (
+            {**FALCON, "key_multiplier": 0},
+            "falcon_h1 with key_multiplier 0 cannot be converted: numbers above",
+        ),
         ({**LFM2, "conv_bias": True}, "lfm2 with conv_bias True cannot be converted: only False can"),
         ({**LFM2, "layer_types": ["conv", "linear"]}, r"layer_types \['conv', 'linear'\] cannot be"),
         ({**GEMMA3, "attn_logit_softcapping": 9.0}, "gemma3_text with attn_logit_softcapping 9.0"),
