@@ -59,7 +59,9 @@ class GatedDeltaNet(RecurrentMixer):
             ParameterSpec((n,), Cut("tp", 0), decay=False, initial=decays.log()), context
         )
         self.dt_bias = new_parameter(ParameterSpec((n,), Cut("tp", 0), mean=1.0, decay=False), context)
-        self.norm = GatedNorm(spec.value_dim, config.norm_epsilon, context)
+        self.largest_rate = 2.0 if config.linear_allow_neg_eigval else 1.0
+        epsilon = config.norm_epsilon if config.linear_norm_epsilon is None else config.linear_norm_epsilon
+        self.norm = GatedNorm(spec.value_dim, epsilon, context)
         self.projection = RowParallelLinear(
             n * spec.value_dim, h, context, bias=False, std=depth_scaled_std(std, config.num_blocks)
         )
@@ -83,7 +85,8 @@ class GatedDeltaNet(RecurrentMixer):
         own = map(self.exchange.own, (self.A_log, self.dt_bias))
         A_log, dt_bias = (each.to(wide).view(-1, spec.sharers) for each in own)  # [g', r]
         decay = -A_log.exp() * F.softplus(step.to(wide) + dt_bias)  # [s, b, g', r]
-        decay, rate = (each.permute(1, 2, 3, 0) for each in (decay, rate.to(wide).sigmoid()))
+        rate = self.largest_rate * rate.to(wide).sigmoid()
+        decay, rate = (each.permute(1, 2, 3, 0) for each in (decay, rate))
         q = q * spec.key_dim**-0.5
         state = None if saved is None else saved.state
         if self.kernel_problem:

@@ -41,7 +41,7 @@ class TransformerLayer(nn.Module):
         sandwich    x + dropout(norm(f(norm(x)) + bias))    Ding et al. 2021; Gemma 2 and 3
         post        norm(x + dropout(f(x) + bias))          Vaswani et al. 2017; Devlin et al. 2019
 
-    by the config's `norm_position`; --residual-multiplier multiplies what is added to x. The MLP follows the
+    by its spec's `norm_position`; --residual-multiplier multiplies what is added to x. The MLP follows the
     mixer, or reads the same x (--parallel-residual: Black et al. 2022). A layer may have one block alone
     (Nemotron-H: NVIDIA 2025, arXiv 2504.03624), experts in the place of the MLP or beside it, and an
     embedding of its own, which it adds at its end (Gemma 4 E2B).
@@ -67,7 +67,7 @@ class TransformerLayer(nn.Module):
         has_mixer, has_mlp = spec.mixer is not None, spec.has_mlp
         self.reads = () if spec.attention is None else spec.attention.reads
         self.blocks = [name for name, is_there in (("attention", has_mixer), ("mlp", has_mlp)) if is_there]
-        self.normalized = NORMALIZED[config.norm_position]
+        self.normalized = NORMALIZED[spec.norm_position]
         self.is_parallel = config.parallel_residual and has_mixer and has_mlp
         self.shares_norm = self.is_parallel and config.parallel_shared_norm
         if spec.mixer is not None:

@@ -23,6 +23,8 @@ DROPPING = "llama-tiny, dropped tokens"
 HYBRID = "llama-tiny, qwen3-next"
 """Layers 1, 2 and 4 of 4 have Gated DeltaNet, and layers 1, 3 and 4 experts."""
 LFM2 = "llama-tiny, lfm2"
+OLMO_HYBRID = "llama-tiny, olmo-hybrid"
+"""Layers 1, 2 and 4 of 4 have Gated DeltaNet with rates up to 2, and norms before their blocks."""
 FALCON = "nemotron-h-tiny, falcon-h1"
 NEMOTRON = "nemotron-h-tiny, own"
 """Layers with Mamba-2, attention, Mamba-2 and an MLP."""
@@ -136,6 +138,12 @@ SWITCHES: dict[str, dict[str, Any]] = {
         **{"hybrid_override_pattern": "B-B-", "position_embedding_type": "rope", "activation": "swiglu"},
         **{"mamba_norm": "before_gate", "mamba_multipliers": (1.5, 0.75, 1.25, 1.0, 0.5)},
         **{"mixer_multipliers": (0.5, 2.0), "mlp_multipliers": (1.5, 0.75), "init_method_std": 0.1},
+    },
+    OLMO_HYBRID: {
+        **{"recurrent_mixer": "gated_delta_net", "linear_attention_freq": (3,), "linear_key_head_dim": 6},
+        **{"linear_value_head_dim": 8, "linear_num_key_heads": 4, "linear_num_value_heads": 4},
+        **{"linear_allow_neg_eigval": True, "linear_norm_epsilon": 1e-3, "linear_pre_norm": True},
+        **{"norm_position": "output", "position_embedding_type": "none"},
     },
     LFM2: {
         **{"recurrent_mixer": "gated_convolution", "linear_attention_freq": (3,), "qk_layernorm": True},

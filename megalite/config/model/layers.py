@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 from megalite.config.model.attention import AttentionSpec, LatentSpec, RotarySpec
 from megalite.config.model.feed_forward import ExpertsSpec
 from megalite.config.model.recurrence import DeltaNetSpec, GatedConvolutionSpec, MambaSpec
+from megalite.config.model.transformer import NormPosition
 
 RecurrentSpec = DeltaNetSpec | GatedConvolutionSpec | MambaSpec
 
@@ -42,11 +43,13 @@ class LayerSpec:
         mixer: what lets a token see earlier ones.
         ffn_size: width of the MLP; None without one.
         experts: mixture of experts, in the place of an MLP or beside it; None without one.
+        norm_position: what the layer normalizes; see `NORMALIZED`.
     """
 
     mixer: MixerSpec | None
     ffn_size: int | None
     experts: ExpertsSpec | None = None
+    norm_position: NormPosition = "pre"
 
     @property
     def attention(self) -> AttentionSpec | None:
@@ -104,7 +107,8 @@ def layer_spec(model: Any, number: int) -> LayerSpec:
     if isinstance(mixer, AttentionSpec) and mixer.key_source is not None:
         ffn_size = model.kv_shared_ffn_hidden_size or ffn_size
     has_mlp = experts is None or model.moe_beside_mlp
-    return LayerSpec(mixer, ffn_size if has_mlp else None, experts)
+    norm_position: NormPosition = "pre" if is_recurrent and model.linear_pre_norm else model.norm_position
+    return LayerSpec(mixer, ffn_size if has_mlp else None, experts, norm_position)
 
 
 def attention_spec(model: Any, number: int) -> AttentionSpec:

@@ -57,6 +57,18 @@ class RecurrentOptions:
     """Number of query and of key heads of Gated DeltaNet."""
     linear_num_value_heads: int = option(32, **_DELTA_NET)
     """Number of value heads of Gated DeltaNet, a multiple of its key heads."""
+    linear_allow_neg_eigval: bool = option(
+        False, **{**_DELTA_NET, "allowed": None}, same_shapes=True, in_megatron=False
+    )
+    """Double the rates with which Gated DeltaNet writes, up to 2: a state can then change its sign (OLMo
+    Hybrid)."""
+    linear_norm_epsilon: float | None = option(
+        None, **{**_DELTA_NET, "allowed": POSITIVE}, same_shapes=True, in_megatron=False
+    )
+    """Epsilon of the norm of the output of Gated DeltaNet. By default --layernorm-epsilon."""
+    linear_pre_norm: bool = option(False, same_shapes=True, in_megatron=False, **_RECURRENT)
+    """Normalize the input of each block in layers with --recurrent-mixer, whatever --norm-position says (OLMo
+    Hybrid)."""
     hybrid_override_pattern: str | None = option(
         None, "--hybrid-layer-pattern", allowed=_PATTERN, in_megatron=False
     )
@@ -102,6 +114,9 @@ class RecurrentOptions:
         },
         ("parallel_residual", Setting("norm_position", other_than("pre"))): {
             "hybrid_override_pattern": ", whose layers have one block with a norm before it: remove it",
+        },
+        "linear_pre_norm": {
+            Setting("norm_position", ("post",)): ": then no norm follows the last layer; pass another one",
         },
         HAS_RECURRENT_MIXER: {IS_BERT: ", whose tokens also see later ones: remove it"},
         "hybrid_override_pattern": {IS_BERT: ", whose layers have two blocks: remove it"},

@@ -70,6 +70,13 @@ def with_kernel_dim(transform: Transform) -> Transform:
     )
 
 
+def with_parts_joined(transform: Transform) -> Transform:
+    """Return the transform of tensors of rows by kind, which may be cut elsewhere in theirs."""
+    return Transform(
+        transform.to_hf, lambda parts, place: transform.from_hf([torch.cat(tuple(parts))], place)
+    )
+
+
 def _transposed(transform: Transform) -> Transform:
     """Return the transform of GPT-2's Conv1D: its weight is ``[in, out]``, and a bias stays as it is."""
     return Transform(
@@ -242,6 +249,8 @@ class Family:
         other_names: parts of names in older files or in transformers' modules, and the written names.
         experts: parts of the name of a parameter that holds the matrices of all experts, and the names of an
             expert's own matrices in files, which are stacked along the rows.
+        joined: end of the name of a parameter that stacks tensors of files along the rows, and the ends of
+            their names.
         mtp: modules of multi-token prediction besides their layer; none if the family cannot have any.
     """
 
@@ -256,6 +265,7 @@ class Family:
     without_effect: tuple[str, ...] = ()
     other_names: Mapping[str, str] = field(default_factory=dict)
     experts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     mtp: tuple[Module, ...] = ()
 
     def full_name(self, name: str) -> str:
@@ -268,7 +278,8 @@ class Family:
         """Return the names of the tensors that transformers reads a parameter from.
 
         Returns:
-            One for most parameters; for the matrices of all experts, those of each expert.
+            One for most parameters; for the matrices of all experts, those of each expert; for a parameter of
+            joined tensors, all of them.
         """
         name = self.full_name(name)
         for fused, parts in self.experts.items():
@@ -276,6 +287,9 @@ class Family:
                 block = name.removesuffix(fused)
                 of_experts = (f"{block}experts.{number}" for number in range(num_experts))
                 return [tuple(f"{expert}.{part}.weight" for part in parts) for expert in of_experts]
+        for end, parts in self.joined.items():
+            if name.endswith(end):
+                return [tuple(name.removesuffix(end) + part for part in parts)]
         return [(name,)]
 
     def model(self, hf: Mapping[str, Any]) -> ModelConfig:

@@ -1,4 +1,4 @@
-"""Models with attention and another mixer, in other layers or side by side: LFM2 and Falcon-H1."""
+"""Models with attention and another mixer, in other layers or side by side: LFM2, Falcon-H1, OLMo Hybrid."""
 
 from __future__ import annotations
 
@@ -15,13 +15,24 @@ from megalite.frontends.huggingface.family import (
     SAME,
     VOCABULARY,
     by_kind,
+    in_layers_that,
     modules,
     with_kernel_dim,
 )
-from megalite.frontends.huggingface.llama import WITHOUT_MTP, llama_like
+from megalite.frontends.huggingface.llama import OLMO2, WITHOUT_MTP, llama_like
 from megalite.frontends.huggingface.mamba import MAMBA_SIZES, attention_modules, mamba_modules
-from megalite.frontends.huggingface.positions import recurrent_layers, rotary
-from megalite.frontends.huggingface.settings import Fields, HFSettings, Rule, fixed, only, setting
+from megalite.frontends.huggingface.positions import read_rotary, recurrent_layers, rotary
+from megalite.frontends.huggingface.qwen import DELTA_NET_SIZES, delta_net_modules, delta_net_rows
+from megalite.frontends.huggingface.settings import (
+    Fields,
+    HFSettings,
+    Rule,
+    biases,
+    fixed,
+    only,
+    setting,
+    switch,
+)
 from megalite.utils.errors import UserError
 
 _OURS, _THEIRS = "layers.{}.", "model.layers.{}."
@@ -242,5 +253,81 @@ FALCON_H1 = replace(
     without_effect=(
         *("attn_layer_indices", "mamba_chunk_size", "mamba_expand", "mamba_use_mlp", "mlp_expansion_factor"),
         "num_logits_to_keep",
+    ),
+)
+
+
+def _read_olmo_positions(hf: HFSettings, _: Fields) -> Fields:
+    if (hf.get("rope_parameters") or {}).get("rope_theta", 0.0) is None:
+        return {"position_embedding_type": "none"}
+    return read_rotary(hf, 10000.0, None)
+
+
+def _write_olmo_positions(config: ModelConfig) -> Fields:
+    if config.position_embedding_type == "none":
+        return {"rope_parameters": {"rope_type": "default", "rope_theta": None}}
+    return rotary().write(config)
+
+
+def _all_but_every_fourth(_: HFSettings, num_layers: int) -> list[bool]:
+    marks = [number % 4 != 3 for number in range(num_layers)]
+    return marks if not all(marks) else [True] * (num_layers - 1) + [False]
+
+
+_PRE_NORMS = modules(
+    _OURS,
+    _THEIRS,
+    ("norm", "attention_norm", "attention_layer_norm"),
+    ("norm", "mlp_norm", "feedforward_layer_norm"),
+)
+_OUTPUT_NORMS = modules(
+    _OURS,
+    _THEIRS,
+    ("norm", "attention_norm", "feedforward_layer_norm"),
+    ("norm", "mlp_norm", "post_feedforward_layernorm"),
+)
+_CONVOLUTIONS = tuple(f"{kind}_conv1d.weight" for kind in "qkv")
+OLMO_HYBRID = replace(
+    WITHOUT_MTP,
+    model_type="olmo_hybrid",
+    architecture="OlmoHybridForCausalLM",
+    rules=(
+        only(hidden_act="silu"),
+        *llama_like(65536, rotary=Rule(_read_olmo_positions, _write_olmo_positions), writes_head_dim=False),
+        biases(),
+        fixed(norm_position="output", qk_layernorm=True, qk_layernorm_width="all_heads"),
+        recurrent_layers(
+            "gated_delta_net",
+            _all_but_every_fourth,
+            *(setting(name, name) for name in DELTA_NET_SIZES),
+            switch("linear_allow_neg_eigval", "linear_allow_neg_eigval", True),
+            fixed(linear_norm_epsilon=1e-5, linear_pre_norm=True),
+        ),
+    ),
+    layer=(
+        *in_layers_that(
+            lambda spec: spec.attention is not None,
+            *(module for module in OLMO2.layer if ".attention." in module.ours),
+            *_OUTPUT_NORMS,
+        ),
+        *(module for module in OLMO2.layer if ".mlp." in module.ours),
+        *in_layers_that(lambda spec: spec.recurrence is not None, *_PRE_NORMS),
+        *delta_net_modules(
+            "q_proj k_proj v_proj g_proj b_proj a_proj",
+            delta_net_rows(6, apart=5),
+            "q_conv1d k_conv1d v_conv1d",
+            norm="o_norm",
+            projection="o_proj",
+        ),
+    ),
+    # transformers writes these names in files, whatever the kind of layer.
+    other_names={
+        "input_layernorm": "attention_layer_norm",
+        "post_attention_layernorm": "feedforward_layer_norm",
+    },
+    joined={"conv1d.weight": _CONVOLUTIONS},
+    # Initial values of decays.
+    without_effect=(
+        *("linear_a_log_min", "linear_a_log_max", "linear_dt_min", "linear_dt_max", "linear_dt_init_floor"),
     ),
 )

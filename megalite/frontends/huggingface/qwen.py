@@ -33,6 +33,7 @@ from megalite.frontends.huggingface.family import (
     in_layers_that,
     modules,
     with_kernel_dim,
+    with_parts_joined,
 )
 from megalite.frontends.huggingface.llama import LLAMA, QWEN3, QWEN3_RULES, llama_like
 from megalite.frontends.huggingface.positions import (
@@ -157,22 +158,33 @@ def _hybrid(positions: Rule, width: str = "intermediate_size") -> tuple[Rule, ..
     )
 
 
-def _delta_net_modules(in_projections: str, grouping: Transform) -> tuple[Module, ...]:
+def delta_net_modules(
+    in_projections: str,
+    grouping: Transform,
+    convolutions: str = "conv1d",
+    norm: str = "norm",
+    projection: str = "out_proj",
+) -> tuple[Module, ...]:
     """Return the modules of a layer with Gated DeltaNet.
 
     Args:
         in_projections: their names of the projections that are one of ours.
         grouping: converts the rows of these projections.
+        convolutions: their names of the convolutions that are one of ours: one, or three of queries, keys and
+            values.
+        norm, projection: their names of these.
     """
+    apart = len(convolutions.split()) - 1
+    rows = Transform(delta_net_rows(3, apart).to_hf, with_parts_joined(delta_net_rows(3)).from_hf)
     return modules(
         "layers.{}.gated_delta_net.",
         "model.layers.{}.linear_attn.",
         ("table", "in_projection", in_projections, grouping),
-        ("table", "convolution", "conv1d", with_kernel_dim(_by_kind(3))),
+        ("table", "convolution", convolutions, with_kernel_dim(rows)),
         ("vector", "A_log", "A_log"),
         ("vector", "dt_bias", "dt_bias"),
-        ("table", "norm", "norm"),
-        ("table", "projection", "out_proj"),
+        ("table", "norm", norm),
+        ("table", "projection", projection),
         only_in=lambda spec: isinstance(spec.mixer, DeltaNetSpec),
     )
 
@@ -182,7 +194,7 @@ def _groups_of_two(place: Place) -> tuple[int, Sequence[int]]:
     return spec.key_heads, (sum(spec.group_rows[:4]), sum(spec.group_rows[4:]))
 
 
-def _by_kind(num_kinds: int, apart: int = 0) -> Transform:
+def delta_net_rows(num_kinds: int, apart: int = 0) -> Transform:
     """Return the transform of the first kinds of rows in a group; see `by_kind`."""
     return by_kind(
         lambda place: (place.config.delta_net.key_heads, place.config.delta_net.group_rows[:num_kinds]), apart
@@ -232,7 +244,7 @@ QWEN3_NEXT = replace(
             switch("norm_topk_prob", "moe_router_pre_softmax", True, negated=True),
         ),
     ),
-    layer=(*_SHARED_LAYER, *_delta_net_modules("in_proj_qkvz in_proj_ba", by_kind(_groups_of_two, apart=1))),
+    layer=(*_SHARED_LAYER, *delta_net_modules("in_proj_qkvz in_proj_ba", by_kind(_groups_of_two, apart=1))),
     experts=FUSED_EXPERTS,
     mtp=(),  # its files have other names for these modules
 )
@@ -255,7 +267,7 @@ QWEN3_5 = replace(
     rules=_hybrid(_TEXT_ROTARY),
     layer=(
         *_SHARED_LAYER,
-        *_delta_net_modules("in_proj_qkv in_proj_z in_proj_b in_proj_a", _by_kind(6, apart=3)),
+        *delta_net_modules("in_proj_qkv in_proj_z in_proj_b in_proj_a", delta_net_rows(6, apart=3)),
     ),
 )
 QWEN3_5_MOE = replace(

@@ -95,6 +95,8 @@ from transformers import (
     Olmo2ForCausalLM,
     Olmo3Config,
     Olmo3ForCausalLM,
+    OlmoHybridConfig,
+    OlmoHybridForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     PhiConfig,
@@ -392,6 +394,14 @@ THEIRS |= {
             **{"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 7, "mamba_chunk_size": 4},
             **{"ssm_multipliers": [1.5, 0.75, 1.25, 1.0, 0.5], "mlp_multipliers": [1.5, 0.75]},
             **{"attention_in_multiplier": 1.5, "ssm_out_multiplier": 0.5},
+        ),
+    ),
+    "olmo_hybrid": (
+        OlmoHybridForCausalLM,
+        OlmoHybridConfig(
+            **{**SIZES, **COMMON, "linear_num_key_heads": 2, "linear_num_value_heads": 2},
+            **{"linear_key_head_dim": 5, "linear_value_head_dim": 5},
+            layer_types=["linear_attention", "full_attention"] * 2,
         ),
     ),
     "lfm2": (

@@ -113,6 +113,8 @@ from transformers import (
     Olmo3ForCausalLM,
     OlmoeConfig,
     OlmoeForCausalLM,
+    OlmoHybridConfig,
+    OlmoHybridForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     PhiConfig,
@@ -226,12 +228,17 @@ MODELS = {
     "apertus": ApertusForCausalLM,
     "granite_swa": GraniteSWAForCausalLM,
     "lfm2": Lfm2ForCausalLM,
+    "olmo_hybrid": OlmoHybridForCausalLM,
     "falcon_h1": FalconH1ForCausalLM,
 }
 
 
 ZERO_CENTERED = ("gemma", "gemma2", "gemma3", "nemotron")
 """Models whose norms multiply by 1 + weight."""
+
+
+WITH_JOINED = ("olmo_hybrid", "kimi_linear")
+"""Families whose modules join tensors that are apart in files."""
 
 
 class InDoublePrecision(TorchFunctionMode):
@@ -1049,6 +1056,25 @@ def falcon_h1_config(choose):
     )
 
 
+def olmo_hybrid_config(choose):
+    linear, full = "linear_attention", "full_attention"
+    sizes = "linear_key_head_dim", "linear_value_head_dim"
+    return like_llama(
+        *(OlmoHybridConfig, choose, "head_dim", "hidden_act"),
+        **{**whole_heads(choose), **attention_bias(choose)},
+        num_hidden_layers=3,
+        layer_types=choose(([linear, full, linear], [full, linear, linear], [linear, linear, full])),
+        linear_num_key_heads=(groups := choose((1, 2))),
+        # transformers saves their joined convolutions in equal parts, whatever these are of.
+        **dict(zip(sizes, choose(((4, 7), (6, 6), (6, 4), (4, 5), (4, 4))), strict=True)),
+        linear_num_value_heads=groups,
+        linear_conv_kernel_dim=choose((4, 3)),
+        linear_allow_neg_eigval=choose((True, True, False)),
+        rope_parameters={"rope_type": "default", "rope_theta": choose((None, 500.0, 10000.0))},
+        pad_token_id=None,
+    )
+
+
 CONFIGS = {
     "mistral": mistral_config,
     "gpt2": gpt2_config,
@@ -1111,6 +1137,7 @@ CONFIGS = {
     "apertus": apertus_config,
     "granite_swa": granite_swa_config,
     "lfm2": lfm2_config,
+    "olmo_hybrid": olmo_hybrid_config,
     "falcon_h1": falcon_h1_config,
 }
 
@@ -1153,7 +1180,7 @@ def output_scales(hf_model):
 
 def as_saved(hf_model, tensors):
     """Their tensors under the names of their files, where each expert has tensors of its own."""
-    can_be_fused = can_have_experts(hf_model.config)
+    can_be_fused = can_have_experts(hf_model.config) or hf_model.config.model_type in WITH_JOINED
     return revert_weight_conversion(hf_model, dict(tensors)) if can_be_fused else dict(tensors)
 
 

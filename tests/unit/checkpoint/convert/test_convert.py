@@ -105,6 +105,7 @@ def test_there_and_back_is_byte_equal(kind, form, shards, tmp_path):
             "granite_swa",
             "lfm2",
             "falcon_h1",
+            "olmo_hybrid",
         ),
     ],
 )

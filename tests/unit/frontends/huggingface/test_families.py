@@ -30,6 +30,7 @@ from transformers import (
     MistralConfig,
     NemotronConfig,
     Olmo3Config,
+    OlmoHybridConfig,
     Phi3Config,
     Qwen3_5MoeTextConfig,
     SeedOssConfig,
@@ -61,6 +62,7 @@ GRANITE_HYBRID = {
 }
 LLAMA = LlamaConfig().to_dict()
 FALCON = FalconH1Config().to_dict()
+OLMO_HYBRID = OlmoHybridConfig(num_hidden_layers=2).to_dict()
 LFM2 = Lfm2Config(num_hidden_layers=2).to_dict()
 GEMMA3 = Gemma3TextConfig().to_dict()
 GEMMA4 = Gemma4TextConfig(hidden_size_per_layer_input=0).to_dict()
@@ -466,6 +468,7 @@ def test_a_converted_config_is_of_its_family(config):
             {**FALCON, "key_multiplier": 0},
             "falcon_h1 with key_multiplier 0 cannot be converted: numbers above",
         ),
+        ({**OLMO_HYBRID, "hidden_act": "gelu"}, "olmo_hybrid with hidden_act gelu cannot be converted: only"),
         ({**LFM2, "conv_bias": True}, "lfm2 with conv_bias True cannot be converted: only False can"),
         ({**LFM2, "layer_types": ["conv", "linear"]}, r"layer_types \['conv', 'linear'\] cannot be"),
         ({**GEMMA3, "attn_logit_softcapping": 9.0}, "gemma3_text with attn_logit_softcapping 9.0"),
