@@ -351,8 +351,8 @@ RISING: Changes = {
 }
 BY_CONTEXT: list[tuple[str, Changes]] = [
     (
-        " ".join(name for name in fields_by_name() if name.startswith("mamba_")),
-        {"model": {"hybrid_override_pattern": "M*-M", "mamba_head_dim": 16, "add_bias_linear": False}},
+        " ".join(name for name in fields_by_name() if name.startswith(("mamba_", "mixer_"))),
+        {"model": {"hybrid_override_pattern": "B*-M", "mamba_head_dim": 16, "add_bias_linear": False}},
     ),
     ("kv_shared_ffn_hidden_size", {"model": {"num_kv_shared_layers": 1}}),
     ("untie_embeddings_and_output_weights", {"model": {"untie_embeddings_and_output_weights": True}}),
