@@ -7,6 +7,8 @@ computes g' of them, all without context parallelism, with their n' value heads.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -52,12 +54,8 @@ class GatedDeltaNet(RecurrentMixer):
             fused_rows=spec.group_rows,
         )
         self.convolution = ShortConvolution(spec.key_heads * spec.num_mixed, spec.kernel, std, context)
-        # The published initial decays are uniform in (0, 16); these are that distribution's n quantiles.
         n = spec.value_heads
-        decays = (torch.arange(n, dtype=torch.float64) + 0.5) * (_LARGEST_DECAY / n)
-        self.A_log = new_parameter(  # [n/tp]
-            ParameterSpec((n,), Cut("tp", 0), decay=False, initial=decays.log()), context
-        )
+        self.A_log = decay_rates(n, context)  # [n/tp]
         self.dt_bias = new_parameter(ParameterSpec((n,), Cut("tp", 0), mean=1.0, decay=False), context)
         self.largest_rate = 2.0 if config.linear_allow_neg_eigval else 1.0
         epsilon = config.norm_epsilon if config.linear_norm_epsilon is None else config.linear_norm_epsilon
@@ -80,7 +78,7 @@ class GatedDeltaNet(RecurrentMixer):
         q, k, v = mixed.unflatten(-1, qkv.shape[2:]).split(spec.group_rows[:3], dim=-1)
 
         wide = torch.promote_types(projected.dtype, torch.float32)
-        q, k = (_normalized(each.to(wide)).permute(1, 2, 0, 3) for each in (q, k))  # [b, g', s, d]
+        q, k = (normalized(each.to(wide)).permute(1, 2, 0, 3) for each in (q, k))  # [b, g', s, d]
         v = v.unflatten(-1, (-1, spec.value_dim)).permute(1, 2, 3, 0, 4)  # [b, g', r, s, e]
         own = map(self.exchange.own, (self.A_log, self.dt_bias))
         A_log, dt_bias = (each.to(wide).view(-1, spec.sharers) for each in own)  # [g', r]
@@ -101,11 +99,21 @@ class GatedDeltaNet(RecurrentMixer):
 
 
 class GatedNorm(nn.Module):
-    """Computes RMSNorm(x) * weight * silu(gate) over each value head; all heads share the weight."""
+    """Computes RMSNorm(x) * weight * f(gate) over each value head; all heads share the weight.
 
-    def __init__(self, size: int, epsilon: float, context: LayerContext) -> None:
+    Args:
+        function: f.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        epsilon: float,
+        context: LayerContext,
+        function: Callable[[Tensor], Tensor] = F.silu,
+    ) -> None:
         super().__init__()
-        self.epsilon = epsilon
+        self.epsilon, self.function = epsilon, function
         spec = ParameterSpec((size,), mean=1.0, decay=False)
         self.weight = new_parameter(spec, context, used_by_cut_heads=True)  # [e]
         self.normalize = rms_norm_on(context.device.type).alone
@@ -114,9 +122,18 @@ class GatedNorm(nn.Module):
         """Normalize ``[s, b, n', e]`` and multiply it by its gate, of the same shape."""
         normed = self.normalize(x, self.weight, self.epsilon)
         wide = torch.promote_types(x.dtype, torch.float32)
-        return (normed * F.silu(gate.to(wide))).to(x.dtype)
+        return (normed * self.function(gate.to(wide))).to(x.dtype)
 
 
-def _normalized(x: Tensor) -> Tensor:
+def decay_rates(n: int, context: LayerContext) -> nn.Parameter:
+    """Return the logarithms of the decay rates of n heads.
+
+    The published initial rates are uniform in (0, 16); these are that distribution's n quantiles.
+    """
+    rates = (torch.arange(n, dtype=torch.float64) + 0.5) * (_LARGEST_DECAY / n)
+    return new_parameter(ParameterSpec((n,), Cut("tp", 0), decay=False, initial=rates.log()), context)
+
+
+def normalized(x: Tensor) -> Tensor:
     """Divide vectors along the last dim by their length."""
     return x * (x.square().sum(-1, keepdim=True) + _EPSILON).rsqrt()

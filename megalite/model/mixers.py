@@ -15,11 +15,12 @@ from megalite.attention.positions import PositionInfo
 from megalite.config import AttentionSpec, ModelConfig, RecomputeConfig
 from megalite.config.model.attention import LatentSpec
 from megalite.config.model.layers import MixerSpec, ParallelMixersSpec
-from megalite.config.model.recurrence import DeltaNetSpec, GatedConvolutionSpec, MambaSpec
+from megalite.config.model.recurrence import DeltaNetSpec, GatedConvolutionSpec, KimiDeltaSpec, MambaSpec
 from megalite.data.batch.microbatch import BlockOutput, SampleNumbers
 from megalite.model.attention import Attention, CachedLatentAttention, LatentAttention
 from megalite.model.gated_convolution import GatedConvolution
 from megalite.model.gated_delta_net import GatedDeltaNet
+from megalite.model.kimi_delta_attention import KimiDeltaAttention
 from megalite.model.mamba import Mamba
 from megalite.model.mlp import multiplier
 from megalite.tensor_parallel.parameter_spec import LayerContext
@@ -81,6 +82,7 @@ _MIXERS: Mapping[type[MixerSpec], type[nn.Module]] = {
     AttentionSpec: Attention,
     LatentSpec: LatentAttention,
     DeltaNetSpec: GatedDeltaNet,
+    KimiDeltaSpec: KimiDeltaAttention,
     GatedConvolutionSpec: GatedConvolution,
     MambaSpec: Mamba,
     ParallelMixersSpec: ParallelMixers,

@@ -170,7 +170,8 @@ def chunked_recurrence(
     """Return the outputs, ``[b, g, r, s, e]``, and the last state, ``[b, g, r, d, e]``, in at least fp32.
 
     Args:
-        q, k, v, decay, rate, starts, state, is_delta: see `megalite.kernels.recurrence`.
+        q, k, v, decay, rate, starts, state, is_delta: see `megalite.kernels.recurrence`. The decay may also
+            be of each element of keys, ``[b, g, r, s, d]``.
         chunk: tokens of a chunk.
     """
     num_tokens = q.shape[-2]
@@ -178,30 +179,43 @@ def chunked_recurrence(
     size = min(chunk, num_tokens)
     q, k, v = (_in_chunks(each, size, dim=-2) for each in (q, k, v))  # [b, g, m, c, d], [b, g, r, m, c, e]
     q, k = q.unsqueeze(2), k.unsqueeze(2)  # [b, g, 1, m, c, d]
-    decay, rate = (_in_chunks(each, size, dim=-1) for each in (decay, rate))  # [b, g, r, m, c]
-    total = decay.cumsum(-1)
+    decay = decay.unsqueeze(-1) if decay.dim() == rate.dim() else decay
+    decay, rate = _in_chunks(decay, size, dim=-2), _in_chunks(rate, size, dim=-1)  # [b, g, r, m, c, 1 or d]
+    total = decay.cumsum(-2)
     sees_tokens, sees_state = _sees(starts, size, num_tokens, q.device)
     # Masked before exp: after it, the factors of later tokens could be infinite.
-    between = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(~sees_tokens, -torch.inf).exp()
-    since_start = total.exp() * sees_state  # [b, g, r, m, c]
-    to_end = between[..., -1, :]
+    later, earlier = total.unsqueeze(-2), total.unsqueeze(-3)
+    between = (later - earlier).masked_fill(~sees_tokens.unsqueeze(-1), -torch.inf).exp()
+    since_start = total.exp() * sees_state.unsqueeze(-1)  # [b, g, r, m, c, 1 or d]
+    to_end = between[..., -1, :, :]
 
     changes, of_state = v * rate.unsqueeze(-1), None
     if is_delta:
-        system = rate.unsqueeze(-1) * (k @ k.mT) * between  # the diagonal counts as 1
-        rated = torch.cat((changes, k * (rate * since_start).unsqueeze(-1)), dim=-1)
+        system = rate.unsqueeze(-1) * _pairs(k, k, between)  # the diagonal counts as 1
+        rated = torch.cat((changes, k * (rate.unsqueeze(-1) * since_start)), dim=-1)
         solved = torch.linalg.solve_triangular(system, rated, upper=False, unitriangular=True)
         changes, of_state = solved.split((v.shape[-1], k.shape[-1]), dim=-1)
-    scores = (q @ k.mT) * between
-    reads = q * since_start.unsqueeze(-1)
-    writes = k * to_end.unsqueeze(-1)
-    kept = since_start[..., -1, None, None]  # [b, g, r, m, 1, 1]
+    scores = _pairs(q, k, between)
+    reads, writes = q * since_start, k * to_end
+    kept = since_start[..., -1, :, None]  # [b, g, r, m, 1 or d, 1]
 
     if state is None:
         state = v.new_zeros(*changes.shape[:3], k.shape[-1], v.shape[-1])
     changes, states, last = _Scan.apply(changes, of_state, writes, kept, state)
     outputs = reads @ states + scores @ changes
     return outputs.flatten(-3, -2)[..., :num_tokens, :], last
+
+
+def _pairs(q: Tensor, k: Tensor, between: Tensor) -> Tensor:
+    """Return the products of pairs of a chunk's tokens times what is left of them, ``[b, g, r, m, c, c]``.
+
+    Args:
+        between: factors, ``[b, g, r, m, c, c, 1 or d]``.
+    """
+    if between.shape[-1] == 1:
+        return (q @ k.mT) * between.squeeze(-1)
+    # Not a GEMM of q and k times powers of their own: these would overflow.
+    return (q.unsqueeze(-2) * k.unsqueeze(-3) * between).sum(-1)
 
 
 class _Scan(torch.autograd.Function):
@@ -215,7 +229,7 @@ class _Scan(torch.autograd.Function):
         changes: changes for a state of zeros, ``[b, g, r, m, c, e]``.
         of_state: what the state subtracts from them, ``[b, g, r, m, c, d]``; None without the delta rule.
         writes: keys that add them to the next chunk's state, ``[b, g, r, m, c, d]``.
-        kept: factor of the state from chunk to chunk, ``[b, g, r, m, 1, 1]``.
+        kept: factor of the state from chunk to chunk, ``[b, g, r, m, 1 or d, 1]``.
         state: ``[b, g, r, d, e]``.
     """
 
@@ -250,7 +264,7 @@ class _Scan(torch.autograd.Function):
                 grad = grad - of_state[:, :, :, i].mT @ of_change
         of_change, of_end = (torch.stack(each[::-1], dim=3) for each in (of_changes, of_ends))
         of_weight = None if of_state is None else -of_change @ states.mT
-        of_factor = (of_end * states).sum((-2, -1), keepdim=True)
+        of_factor = (of_end * states).sum_to_size(kept.shape)
         return of_change, of_weight, changes @ of_end.mT, of_factor, grad
 
 

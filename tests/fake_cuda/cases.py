@@ -170,6 +170,12 @@ CASES = {
         **{"mixer_multipliers": (0.5, 2.0), "mlp_multipliers": (1.5, 0.75), "activation": "swiglu"},
     ),
     "recurrence": case("tp2", preset="llama-tiny", **HYBRID),
+    "kimi": case(
+        "tp2cp2+sp",
+        preset="llama-tiny",
+        **{"recurrent_mixer": "kimi_delta_attention", "linear_attention_freq": (2,), **PACKED},
+        **{"linear_key_head_dim": 8, "linear_num_key_heads": 4},
+    ),
     "gated convolutions": case(
         "tp2cp2+p2p",
         preset="llama-tiny",

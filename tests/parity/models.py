@@ -25,6 +25,8 @@ HYBRID = "llama-tiny, qwen3-next"
 LFM2 = "llama-tiny, lfm2"
 OLMO_HYBRID = "llama-tiny, olmo-hybrid"
 """Layers 1, 2 and 4 of 4 have Gated DeltaNet with rates up to 2, and norms before their blocks."""
+KIMI = "llama-tiny, kimi-linear"
+"""Layers 1, 2 and 4 of 4 have Kimi Delta Attention, and layer 3 multi-latent attention without rotation."""
 FALCON = "nemotron-h-tiny, falcon-h1"
 NEMOTRON = "nemotron-h-tiny, own"
 """Layers with Mamba-2, attention, Mamba-2 and an MLP."""
@@ -144,6 +146,19 @@ SWITCHES: dict[str, dict[str, Any]] = {
         **{"linear_value_head_dim": 8, "linear_num_key_heads": 4, "linear_num_value_heads": 4},
         **{"linear_allow_neg_eigval": True, "linear_norm_epsilon": 1e-3, "linear_pre_norm": True},
         **{"norm_position": "output", "position_embedding_type": "none"},
+    },
+    KIMI: {
+        **{
+            "recurrent_mixer": "kimi_delta_attention",
+            "linear_attention_freq": (3,),
+            "linear_key_head_dim": 6,
+        },
+        **{"linear_num_key_heads": 4, "position_embedding_type": "none", "multi_latent_attention": True},
+        **{"kv_lora_rank": 12, "qk_head_dim": 6, "qk_pos_emb_head_dim": 4, "v_head_dim": 5},
+        **{"num_query_groups": None, "qk_layernorm": True, "num_experts": 8, "moe_ffn_hidden_size": 12},
+        **{"moe_layer_freq": (0, 1, 1, 1), "moe_shared_expert_intermediate_size": 12},
+        **{"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
+        **{"moe_router_bias_update_rate": 0.05, "moe_router_load_balancing_type": "none"},
     },
     LFM2: {
         **{"recurrent_mixer": "gated_convolution", "linear_attention_freq": (3,), "qk_layernorm": True},

@@ -43,6 +43,7 @@ VOCABULARY = 200
 EOD = VOCABULARY - 1
 DRAW = functools.partial(random_tokens, seq_length=32, vocab_size=VOCABULARY, eod=EOD)
 HYBRID, LATER = "llama-tiny, recurrent", "llama-tiny, later tokens"
+KIMI = "llama-tiny, kimi delta attention"
 CONVOLVED = "llama-tiny, gated convolutions"
 SCALED = "llama-tiny, queries scaled by position"
 SIX_KEYS, SIX_GROUPS = "llama-tiny, six key heads", "nemotron-h-tiny, six groups"
@@ -54,6 +55,14 @@ SWITCHES = {
     HYBRID: {
         **{"recurrent_mixer": "gated_delta_net", "linear_attention_freq": (3,), "linear_key_head_dim": 4},
         **{"linear_value_head_dim": 6, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    },
+    KIMI: {
+        **{
+            "recurrent_mixer": "kimi_delta_attention",
+            "linear_attention_freq": (3,),
+            "linear_key_head_dim": 4,
+        },
+        "linear_num_key_heads": 4,
     },
     CONVOLVED: {"recurrent_mixer": "gated_convolution", "linear_attention_freq": (3,)},
     LATER: {"mtp_num_layers": 2},
@@ -124,6 +133,8 @@ def _reference(model: str, *options: str) -> RunRecord:
         pytest.param(HYBRID, "tp2pp2dp2", OPTIONS, marks=pytest.mark.slow),
         pytest.param("nemotron-h-tiny", "tp2pp2dp2", OPTIONS, marks=pytest.mark.slow),
         pytest.param(HYBRID, "pp2cp2+p2p", OPTIONS, marks=pytest.mark.slow),
+        pytest.param(KIMI, "pp2cp2+p2p+dynamic", OPTIONS, marks=pytest.mark.slow),
+        pytest.param(KIMI, "tp2cp2+sp+p2p", OPTIONS, marks=pytest.mark.slow),
         pytest.param(CONVOLVED, "pp2cp2+p2p", OPTIONS, marks=pytest.mark.slow),
         pytest.param(CONVOLVED, "tp2cp2+sp+p2p+dynamic", OPTIONS, marks=pytest.mark.slow),
         pytest.param(SIX_KEYS, "cp3+p2p", OPTIONS, marks=pytest.mark.slow),

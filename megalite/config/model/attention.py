@@ -362,7 +362,9 @@ class LatentOptions:
 
     conflicts: ClassVar[Conflicts] = {
         _LATENTS: {
-            Setting("position_embedding_type", other_than("rope")): ": pass --position-embedding-type rope",
+            Setting("position_embedding_type", other_than("rope", "none")): (
+                ": pass --position-embedding-type rope, or none"
+            ),
         },
         Setting("qk_layernorm_width", other_than("head")): {
             _LATENTS: ", where --qk-layernorm normalizes the latents: remove it",

@@ -13,10 +13,10 @@ from typing import Any, ClassVar
 
 from megalite.config.model.attention import AttentionSpec, LatentSpec, RotarySpec
 from megalite.config.model.feed_forward import ExpertsSpec
-from megalite.config.model.recurrence import DeltaNetSpec, GatedConvolutionSpec, MambaSpec
+from megalite.config.model.recurrence import DeltaNetSpec, GatedConvolutionSpec, KimiDeltaSpec, MambaSpec
 from megalite.config.model.transformer import NormPosition
 
-RecurrentSpec = DeltaNetSpec | GatedConvolutionSpec | MambaSpec
+RecurrentSpec = DeltaNetSpec | KimiDeltaSpec | GatedConvolutionSpec | MambaSpec
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,9 @@ class LayerSpec:
 
 _RECURRENT_MIXERS: Mapping[str, Callable[[Any], RecurrentSpec]] = {
     "gated_delta_net": lambda model: model.delta_net,
+    "kimi_delta_attention": lambda model: KimiDeltaSpec(
+        model.linear_conv_kernel_dim, model.linear_key_head_dim, model.linear_num_key_heads
+    ),
     "gated_convolution": lambda model: GatedConvolutionSpec(model.linear_conv_kernel_dim, model.hidden_size),
 }
 """Specs by --recurrent-mixer."""

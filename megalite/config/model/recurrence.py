@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 from megalite.config.model.transformer import IS_BERT
 from megalite.config.option import NOT_NEGATIVE, POSITIVE, SIZE, Conflicts, Range, Setting, option, other_than
 
-RecurrentMixer = Literal["none", "gated_delta_net", "gated_convolution"]
+RecurrentMixer = Literal["none", "gated_delta_net", "kimi_delta_attention", "gated_convolution"]
 
 _PATTERN = Range(
     lambda pattern: set(pattern) <= set("M*B-E"),
@@ -20,6 +20,10 @@ _RECURRENT: dict[str, Any] = {"only_with": HAS_RECURRENT_MIXER}
 _DELTA_NET: dict[str, Any] = {
     "allowed": SIZE,
     "only_with": Setting("recurrent_mixer", ("gated_delta_net",)),
+}
+_KEY_HEADS: dict[str, Any] = {
+    "allowed": SIZE,
+    "only_with": Setting("recurrent_mixer", ("gated_delta_net", "kimi_delta_attention")),
 }
 HAS_MAMBA = Setting(
     "hybrid_override_pattern",
@@ -42,19 +46,19 @@ class RecurrentOptions:
     section: ClassVar[str] = "recurrence"
 
     recurrent_mixer: RecurrentMixer = option("none", "--experimental-attention-variant", in_megatron=False)
-    """Replace attention in some layers by what costs each token the same in any sample: gated_delta_net
-    (Qwen3-Next) or gated_convolution (LFM2; docs/recurrent.md)."""
+    """Replace attention in some layers by what costs a token the same in any sample: gated_delta_net,
+    kimi_delta_attention (Kimi Linear) or gated_convolution (LFM2)."""
     linear_attention_freq: tuple[int, ...] | None = option(None, allowed=NOT_NEGATIVE, **_RECURRENT)
     """Layers with attention: every Nth. Or a list with 1 for each layer with --recurrent-mixer and 0 for each
     layer with attention. By default no layer has attention."""
     linear_conv_kernel_dim: int = option(4, allowed=SIZE, **_RECURRENT)
     """Tokens that the convolution of --recurrent-mixer sees: a token and those before it."""
-    linear_key_head_dim: int = option(128, **_DELTA_NET)
-    """Size of a query or key head of Gated DeltaNet."""
+    linear_key_head_dim: int = option(128, **_KEY_HEADS)
+    """Size of a query or key head of Gated DeltaNet, or of any head of Kimi Delta Attention."""
     linear_value_head_dim: int = option(128, **_DELTA_NET)
     """Size of a value head of Gated DeltaNet."""
-    linear_num_key_heads: int = option(16, **_DELTA_NET)
-    """Number of query and of key heads of Gated DeltaNet."""
+    linear_num_key_heads: int = option(16, **_KEY_HEADS)
+    """Number of query and of key heads of Gated DeltaNet, or of heads of Kimi Delta Attention."""
     linear_num_value_heads: int = option(32, **_DELTA_NET)
     """Number of value heads of Gated DeltaNet, a multiple of its key heads."""
     linear_allow_neg_eigval: bool = option(
@@ -196,6 +200,51 @@ class DeltaNetSpec:
         return 3 * self.value_heads * self.key_dim * self.value_dim + (
             self.kernel * self.key_heads * self.num_mixed
         )
+
+
+@dataclass(frozen=True)
+class KimiDeltaSpec:
+    """Kimi Delta Attention; each element of a key has a decay of its own.
+
+    Attributes:
+        kernel: tokens that the convolution sees.
+        head_dim: size of a head of queries, keys and values.
+        num_heads: number of heads.
+    """
+
+    name: ClassVar[str] = "kimi_delta_attention"
+    cut_by: ClassVar[str] = "linear_num_key_heads"
+    part: ClassVar[str] = "heads"
+    kernel_sizes: ClassVar[tuple[int, ...]] = ()
+    """No kernel has a decay for each element of a key."""
+    kernel: int
+    head_dim: int
+    num_heads: int
+
+    @property
+    def num_parts(self) -> int:
+        """Return the number of parts that ranks divide among them."""
+        return self.num_heads
+
+    @property
+    def width(self) -> int:
+        """Return the number of features of all heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def group_rows(self) -> tuple[int, ...]:
+        """Return the features that the input projection computes for a head: query, key, value and rate."""
+        return (self.head_dim, self.head_dim, self.head_dim, 1)
+
+    def num_weights(self, hidden_size: int) -> int:
+        """Return the number of elements of the matrices of all projections."""
+        narrow = 2 * self.head_dim * (hidden_size + self.width)  # of decays and gates
+        return hidden_size * (self.num_heads * sum(self.group_rows) + self.width) + narrow
+
+    @property
+    def multiply_adds(self) -> int:
+        """Return the multiply-adds of the recurrence and the convolution per token; see `DeltaNetSpec`."""
+        return 3 * self.width * (self.head_dim + self.kernel)
 
 
 @dataclass(frozen=True)

@@ -111,9 +111,7 @@ def _read_heads(hf: HFSettings, _: Fields) -> Fields:
     return {"num_query_groups": None, "kv_channels": None}
 
 
-_LATENT_RULES = (
-    only(mlp_bias=False),
-    *llama_like(writes_head_dim=False),
+LATENT_SIZES = (
     biases(),
     Rule(_read_heads, lambda config: {"num_key_value_heads": config.num_attention_heads}),
     fixed(
@@ -127,11 +125,13 @@ _LATENT_RULES = (
     setting("qk_rope_head_dim", "qk_pos_emb_head_dim", None),
     setting("v_head_dim", "v_head_dim", None),
 )
+"""Rules of multi-latent attention."""
+_LATENT_RULES = (only(mlp_bias=False), *llama_like(writes_head_dim=False), *LATENT_SIZES)
 """Rules of dense models that DeepSeek-V2 and V3 share."""
 
 
 _OURS, _THEIRS = "layers.{}.attention.", "model.layers.{}.self_attn."
-_LATENT_ATTENTION = (
+LATENT_ATTENTION = (
     *modules(
         _OURS,
         _THEIRS,
@@ -168,7 +168,7 @@ DEEPSEEK_V3 = replace(
     ),
     layer=(
         *modules_with_some_experts((module for module in LLAMA.layer if module.kind != "qkv"), EXPERTS),
-        *_LATENT_ATTENTION,
+        *LATENT_ATTENTION,
     ),
     without_effect=(
         *("ep_size", "seq_aux", "output_router_logits", "router_aux_loss_coef"),  # of training

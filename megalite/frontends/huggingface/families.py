@@ -35,6 +35,7 @@ from megalite.frontends.huggingface.family import UNREADABLE, Entry, Family
 from megalite.frontends.huggingface.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA4
 from megalite.frontends.huggingface.gpt import BERT, BLOOM, GPT2, GPT_NEOX, GPTJ
 from megalite.frontends.huggingface.hybrids import FALCON_H1, LFM2, OLMO_HYBRID
+from megalite.frontends.huggingface.kimi import KIMI_LINEAR
 from megalite.frontends.huggingface.layer_norm import COHERE, COHERE2, NEMOTRON, PHI, STABLELM, STARCODER2
 from megalite.frontends.huggingface.llama import (
     GPT_OSS,
@@ -75,7 +76,7 @@ FAMILIES: Mapping[str, Family] = {
         *(ARCEE, SEED_OSS, PHI3, GLM, GLM4, ERNIE4_5, HELIUM, MINISTRAL, EXAONE4, GEMMA),
         *(STARCODER2, STABLELM, PHI, NEMOTRON, FLEX_OLMO, DOTS1, SOLAR_OPEN, EXAONE_MOE, HY_V3, AFMOE),
         *(GRANITE, GRANITE_SWA, GRANITEMOE, GRANITEMOEHYBRID, COHERE, COHERE2, HUNYUAN_V1_DENSE),
-        *(HUNYUAN_V1_MOE, ERNIE4_5_MOE, APERTUS, BAMBA, LFM2, FALCON_H1, OLMO_HYBRID),
+        *(HUNYUAN_V1_MOE, ERNIE4_5_MOE, APERTUS, BAMBA, LFM2, FALCON_H1, OLMO_HYBRID, KIMI_LINEAR),
     )
 } | {"kimi_k2": DEEPSEEK_V3}
 """All architectures by `model_type`; Kimi K2 is DeepSeek-V3 with other sizes, and is written as such."""

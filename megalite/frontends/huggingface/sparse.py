@@ -126,7 +126,7 @@ SOLAR_OPEN = replace(
 )
 
 
-def _layer_kinds(old_name: str = "") -> Rule:
+def layer_kinds(old_name: str = "") -> Rule:
     """Return the rule of a list of layers with and without experts; the first is dense if there is no list.
 
     Args:
@@ -160,7 +160,7 @@ EXAONE_MOE = replace(
         *llama_like(2048, 1e-5),
         fixed(qk_layernorm=True),
         windows_with_rotation(4, "sliding_window_pattern"),
-        _layer_kinds("first_k_dense_replace"),
+        layer_kinds("first_k_dense_replace"),
         in_layers_of_experts(
             *routed_and_shared(_COUNT, 2.5, biased_scores(), num_shared="num_shared_experts")
         ),
@@ -186,7 +186,7 @@ HY_V3 = replace(
         *llama_like(131072, 1e-5, rotary=rotary(11158840.0), head_dim=128),
         biases(),
         fixed(qk_layernorm=True),
-        _layer_kinds(),
+        layer_kinds(),
         in_layers_of_experts(
             *routed_and_shared(
                 _COUNT,

@@ -165,6 +165,20 @@ def test_a_recurrence_counts_its_products_token_by_token() -> None:
     assert more == pytest.approx(6 * hybrid.num_layers / 2 * (per_layer - scores), rel=1e-12)
 
 
+def test_kimi_delta_attention_counts_its_matrices_and_products() -> None:
+    model = dataclasses.replace(
+        PRESETS["llama-tiny"],
+        **{"vocab_size": 256, "recurrent_mixer": "kimi_delta_attention", "linear_attention_freq": (2,)},
+        **{"linear_key_head_dim": 6, "linear_num_key_heads": 3},
+    )
+    first, *_ = model.layer_specs
+    stage = build_stage(model, Topology.alone(), range(1), seed=1, has_weights=False)
+    matrices = [p for name, p in stage.layers.named_parameters() if p.dim() > 1 and "convolution" not in name]
+    assert layer_weights(model, first) == sum(matrix.numel() for matrix in matrices)
+    assert first.recurrence is not None
+    assert first.recurrence.multiply_adds == 3 * 3 * 6 * 6 + 4 * 3 * 3 * 6
+
+
 def test_a_gated_convolution_counts_its_taps() -> None:
     model = dataclasses.replace(
         PRESETS["llama-tiny"],

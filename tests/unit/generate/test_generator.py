@@ -77,6 +77,8 @@ from transformers import (
     HunYuanMoEV1ForCausalLM,
     HYV3Config,
     HYV3ForCausalLM,
+    KimiLinearConfig,
+    KimiLinearForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
     LlamaConfig,
@@ -401,6 +403,15 @@ THEIRS |= {
         OlmoHybridConfig(
             **{**SIZES, **COMMON, "linear_num_key_heads": 2, "linear_num_value_heads": 2},
             **{"linear_key_head_dim": 5, "linear_value_head_dim": 5},
+            layer_types=["linear_attention", "full_attention"] * 2,
+        ),
+    ),
+    "kimi_linear": (
+        KimiLinearForCausalLM,
+        KimiLinearConfig(
+            **{**SIZES, **COMMON, "num_key_value_heads": 4, "kv_lora_rank": 10, "qk_nope_head_dim": 6},
+            **{"qk_rope_head_dim": 4, "v_head_dim": 5, "linear_head_dim": 6, "linear_num_heads": 3},
+            **{"num_local_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 9},
             layer_types=["linear_attention", "full_attention"] * 2,
         ),
     ),

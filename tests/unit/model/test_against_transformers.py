@@ -89,6 +89,8 @@ from transformers import (
     HunYuanMoEV1ForCausalLM,
     HYV3Config,
     HYV3ForCausalLM,
+    KimiLinearConfig,
+    KimiLinearForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
     LlamaConfig,
@@ -228,6 +230,7 @@ MODELS = {
     "apertus": ApertusForCausalLM,
     "granite_swa": GraniteSWAForCausalLM,
     "lfm2": Lfm2ForCausalLM,
+    "kimi_linear": KimiLinearForCausalLM,
     "olmo_hybrid": OlmoHybridForCausalLM,
     "falcon_h1": FalconH1ForCausalLM,
 }
@@ -1075,6 +1078,28 @@ def olmo_hybrid_config(choose):
     )
 
 
+def kimi_linear_config(choose):
+    linear, full, dense, sparse = "linear_attention", "full_attention", "dense", "sparse"
+    return like_llama(
+        *(KimiLinearConfig, choose, "head_dim", "hidden_act", "rope_parameters"),
+        **{**latent_fields(choose), **attention_bias(choose)},
+        num_hidden_layers=3,
+        layer_types=choose(([linear, full, linear], [full, linear, linear], [linear] * 3)),
+        mlp_layer_types=choose(([dense, sparse, dense], [sparse] * 3, [dense] * 3)),
+        linear_num_heads=choose((1, 2)),
+        linear_head_dim=choose((4, 6)),
+        linear_conv_kernel_dim=choose((4, 3)),
+        num_local_experts=choose((4, 6)),
+        num_experts_per_tok=2,
+        n_group=choose((1, 2)),
+        topk_group=1,
+        n_shared_experts=choose((1, 2)),
+        moe_intermediate_size=choose((5, 18)),
+        routed_scaling_factor=choose((1.0, 2.5)),
+        pad_token_id=None,
+    )
+
+
 CONFIGS = {
     "mistral": mistral_config,
     "gpt2": gpt2_config,
@@ -1137,6 +1162,7 @@ CONFIGS = {
     "apertus": apertus_config,
     "granite_swa": granite_swa_config,
     "lfm2": lfm2_config,
+    "kimi_linear": kimi_linear_config,
     "olmo_hybrid": olmo_hybrid_config,
     "falcon_h1": falcon_h1_config,
 }

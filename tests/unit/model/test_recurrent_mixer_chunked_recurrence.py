@@ -8,6 +8,7 @@ from transformers.models.nemotron_h.modeling_nemotron_h import mamba2_chunk_scan
 from megalite.model.recurrent_mixer import chunked_recurrence
 
 B, G, R, D, E = 2, 2, 3, 5, 4
+DECAYS = pytest.mark.parametrize("per_key", [(), (D,)], ids=["a decay", "decays of elements"])
 KINDS = pytest.mark.parametrize("is_delta", [True, False], ids=["delta rule", "state space"])
 
 
@@ -18,7 +19,10 @@ def recurrence(q, k, v, decay, rate, starts=None, state=None, is_delta=True):
     for t in range(q.shape[-2]):
         if starts is not None:
             state = state * (starts[:, t] < t).view(-1, 1, 1, 1, 1)
-        state = state * decay[..., t].exp()[..., None, None]
+        kept = (
+            decay[..., t, :] if decay.dim() > rate.dim() else decay[..., t, None]
+        )  # of each element, or one
+        state = state * kept.exp().unsqueeze(-1)
         key, query = k[:, :, None, t, :, None], q[:, :, None, t, :, None]
         known = key.mT @ state if is_delta else 0.0
         state = state + key @ ((v[..., t, None, :] - known) * rate[..., t, None, None])
@@ -26,7 +30,7 @@ def recurrence(q, k, v, decay, rate, starts=None, state=None, is_delta=True):
     return torch.cat(outputs, dim=-2), state
 
 
-def arguments(num_tokens, decay=1.0, dtype=torch.float64):
+def arguments(num_tokens, decay=1.0, dtype=torch.float64, per_key=()):
     generator = torch.Generator().manual_seed(num_tokens)
 
     def normal(*shape):
@@ -34,7 +38,10 @@ def arguments(num_tokens, decay=1.0, dtype=torch.float64):
 
     q, k = (F.normalize(normal(B, G, num_tokens, D), dim=-1) for _ in range(2))
     v = normal(B, G, R, num_tokens, E)
-    decays, rates = -decay * normal(B, G, R, num_tokens).exp(), normal(B, G, R, num_tokens).sigmoid()
+    decays, rates = (
+        -decay * normal(B, G, R, num_tokens, *per_key).exp(),
+        normal(B, G, R, num_tokens).sigmoid(),
+    )
     return [each.requires_grad_() for each in (q, k, v, decays, rates)]
 
 
@@ -54,18 +61,20 @@ def assert_same(found, expected, inputs):
 
 
 @KINDS
+@DECAYS
 @pytest.mark.parametrize("has_documents", [False, True])
 @pytest.mark.parametrize("num_tokens", [1, 3, 4, 11, 16])
-def test_chunks_are_the_recurrence(num_tokens, has_documents, is_delta):
-    inputs, starts = arguments(num_tokens), starts_of(num_tokens) if has_documents else None
+def test_chunks_are_the_recurrence(num_tokens, has_documents, per_key, is_delta):
+    inputs, starts = arguments(num_tokens, per_key=per_key), starts_of(num_tokens) if has_documents else None
     found = chunked_recurrence(*inputs, starts, chunk=4, is_delta=is_delta)
     assert_same(found, recurrence(*inputs, starts, is_delta=is_delta), inputs)
 
 
 @KINDS
+@DECAYS
 @pytest.mark.parametrize("num_tokens", [1, 7])
-def test_the_state_goes_on(num_tokens, is_delta):
-    inputs = arguments(num_tokens)
+def test_the_state_goes_on(num_tokens, per_key, is_delta):
+    inputs = arguments(num_tokens, per_key=per_key)
     state = torch.randn(B, G, R, D, E, dtype=torch.float64).requires_grad_()
     found = chunked_recurrence(*inputs, state=state, chunk=4, is_delta=is_delta)
     assert_same(found, recurrence(*inputs, state=state, is_delta=is_delta), [*inputs, state])

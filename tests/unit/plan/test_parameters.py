@@ -76,6 +76,11 @@ MODELS = {
     "attention beside Mamba-2": replace(
         PRESETS["nemotron-h-tiny"], vocab_size=301, hybrid_override_pattern="B-B-", mamba_norm="none"
     ),
+    "kimi": replace(
+        PRESETS["llama-tiny"],
+        **{"vocab_size": 301, "recurrent_mixer": "kimi_delta_attention", "linear_attention_freq": (2,)},
+        **{"linear_key_head_dim": 8, "linear_num_key_heads": 4, "seq_length": 64},
+    ),
     "gated convolutions": replace(
         PRESETS["llama-tiny"], vocab_size=301, recurrent_mixer="gated_convolution", linear_attention_freq=(2,)
     ),

@@ -106,6 +106,7 @@ def test_there_and_back_is_byte_equal(kind, form, shards, tmp_path):
             "lfm2",
             "falcon_h1",
             "olmo_hybrid",
+            "kimi_linear",
         ),
     ],
 )

@@ -25,6 +25,7 @@ from transformers import (
     GraniteSWAConfig,
     HunYuanMoEV1Config,
     HYV3Config,
+    KimiLinearConfig,
     Lfm2Config,
     LlamaConfig,
     MistralConfig,
@@ -63,6 +64,7 @@ GRANITE_HYBRID = {
 LLAMA = LlamaConfig().to_dict()
 FALCON = FalconH1Config().to_dict()
 OLMO_HYBRID = OlmoHybridConfig(num_hidden_layers=2).to_dict()
+KIMI = KimiLinearConfig(num_hidden_layers=2).to_dict()
 LFM2 = Lfm2Config(num_hidden_layers=2).to_dict()
 GEMMA3 = Gemma3TextConfig().to_dict()
 GEMMA4 = Gemma4TextConfig(hidden_size_per_layer_input=0).to_dict()
@@ -417,10 +419,7 @@ def test_a_converted_config_is_of_its_family(config):
     [
         *(
             ({"model_type": name}, f"'{name}' cannot be converted: gpt2, ")
-            for name in (
-                *("gemma3n", "gemma3n_text", "gemma4", "deepseek_v32", "deepseek_v4", "glm_moe_dsa"),
-                "kimi_linear",
-            )
+            for name in ("gemma3n", "gemma3n_text", "gemma4", "deepseek_v32", "deepseek_v4", "glm_moe_dsa")
         ),
         (
             {**GEMMA4, "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 128},
@@ -469,6 +468,8 @@ def test_a_converted_config_is_of_its_family(config):
             "falcon_h1 with key_multiplier 0 cannot be converted: numbers above",
         ),
         ({**OLMO_HYBRID, "hidden_act": "gelu"}, "olmo_hybrid with hidden_act gelu cannot be converted: only"),
+        ({**KIMI, "moe_renormalize": False}, "kimi_linear with moe_renormalize False cannot be converted"),
+        ({**KIMI, "mla_use_nope": False}, "kimi_linear with mla_use_nope False cannot be converted: only"),
         ({**LFM2, "conv_bias": True}, "lfm2 with conv_bias True cannot be converted: only False can"),
         ({**LFM2, "layer_types": ["conv", "linear"]}, r"layer_types \['conv', 'linear'\] cannot be"),
         ({**GEMMA3, "attn_logit_softcapping": 9.0}, "gemma3_text with attn_logit_softcapping 9.0"),
