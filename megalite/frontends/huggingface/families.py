@@ -109,8 +109,9 @@ def family_of(config: ModelConfig, model_type: str | None = None) -> Family:
 
 
 def _distance(problems: Mapping[str, str]) -> tuple[int, ...]:
-    """Return how far a family is from a model: the kinds of model, layers and positions come first."""
-    first = (UNREADABLE, "architecture", "hybrid_override_pattern", "position_embedding_type")
+    """Return how far a family is from a model: the kinds of model, layers, norms and positions come first."""
+    kinds = "architecture", "hybrid_override_pattern", "normalization", "position_embedding_type"
+    first = (UNREADABLE, *kinds)
     return (*(name in problems for name in first), len(problems))
 
 
