@@ -70,7 +70,12 @@ class RecurrentOptions:
         None, **{**_DELTA_NET, "allowed": POSITIVE}, same_shapes=True, in_megatron=False
     )
     """Epsilon of the norm of the output of Gated DeltaNet. By default --layernorm-epsilon."""
-    linear_pre_norm: bool = option(False, same_shapes=True, in_megatron=False, **_RECURRENT)
+    linear_pre_norm: bool = option(
+        False,
+        same_shapes=True,
+        in_megatron=False,
+        only_with=(HAS_RECURRENT_MIXER, Setting("norm_position", ("output", "sandwich"))),
+    )
     """Normalize the input of each block in layers with --recurrent-mixer, whatever --norm-position says (OLMo
     Hybrid)."""
     hybrid_override_pattern: str | None = option(

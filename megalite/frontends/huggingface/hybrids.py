@@ -52,6 +52,13 @@ def _write_lfm2_width(config: ModelConfig) -> Fields:
     return {"intermediate_size": config.ffn_size, "block_auto_adjust_ff_dim": False}
 
 
+def _check_tied(hf: HFSettings, _: Fields) -> Fields:
+    tied = hf.get("tie_word_embeddings", True)
+    if (other := hf.get("tie_embedding", tied)) != tied:
+        raise UserError(f"tie_embedding {other} and tie_word_embeddings {tied} must be equal to be converted")
+    return {}
+
+
 def _lfm2_convolutions(hf: HFSettings, num_layers: int) -> list[bool]:
     with_attention = hf.get("full_attn_idxs")
     return [with_attention is not None and number not in with_attention for number in range(num_layers)]
@@ -62,7 +69,8 @@ LFM2 = replace(
     model_type="lfm2",
     architecture="Lfm2ForCausalLM",
     rules=(
-        only(conv_bias=False, tie_embedding=True),
+        only(conv_bias=False),
+        Rule(_check_tied),
         *llama_like(
             128000,
             1e-5,
@@ -170,16 +178,24 @@ def _read_key_factor(hf: HFSettings, fields: Fields) -> Fields:
     # Without biases, a factor of attention's input is one of queries, keys and values.
     factor = factor_of(hf, "attention_in_multiplier") ** 2 * factor_of(hf, "key_multiplier")
     size = fields["kv_channels"] or fields["hidden_size"] // fields["num_attention_heads"]
-    return {"query_pre_attn_scalar": None if factor == 1.0 else size / factor**2}
+    return {"query_pre_attn_scalar": None if factor == 1.0 else rounded(size / factor**2)}
 
 
 def _write_key_factor(config: ModelConfig) -> Fields:
     size, divisor = config.head_dim, config.squared_score_divisor(config.head_dim)
     factor = up = down = rounded(math.sqrt(size / divisor))
     for _ in range(4):  # to the number that reading makes this divisor of
-        factor = next((x for x in (factor, up, down) if size / x**2 == divisor), factor)
+        factor = next((x for x in (factor, up, down) if rounded(size / x**2) == divisor), factor)
         up, down = math.nextafter(up, math.inf), math.nextafter(down, 0.0)
     return {"key_multiplier": factor, "attention_in_multiplier": 1.0}
+
+
+def _factors(hf: HFSettings, name: str, count: int) -> list[float]:
+    """Return a setting that is a list of factors, all 1 by default."""
+    factors = hf.get(name) or [1.0] * count
+    if len(factors) != count or not all(isinstance(each, (int, float)) and each > 0 for each in factors):
+        raise UserError(f"{hf.kind} with {name} {factors} cannot be converted: {count} numbers above 0 can")
+    return [*map(float, factors)]
 
 
 def _without_ones(*factors: float) -> tuple[float, ...] | None:
@@ -188,7 +204,7 @@ def _without_ones(*factors: float) -> tuple[float, ...] | None:
 
 def _read_factors(hf: HFSettings, _: Fields) -> Fields:
     into, of_mamba = (factor_of(hf, f"{name}_in_multiplier") for name in ("attention", "ssm"))
-    of_rows, of_mlp = hf.get("ssm_multipliers") or [1.0] * 5, hf.get("mlp_multipliers") or [1.0] * 2
+    of_rows, of_mlp = _factors(hf, "ssm_multipliers", 5), _factors(hf, "mlp_multipliers", 2)
     return {
         "mamba_multipliers": _without_ones(*(of_mamba * factor for factor in of_rows)),
         "mixer_multipliers": _without_ones(
@@ -258,7 +274,7 @@ FALCON_H1 = replace(
 
 
 def _read_olmo_positions(hf: HFSettings, _: Fields) -> Fields:
-    if (hf.get("rope_parameters") or {}).get("rope_theta", 0.0) is None:
+    if (hf.get("rope_parameters") or hf.hf).get("rope_theta", 0.0) is None:
         return {"position_embedding_type": "none"}
     return read_rotary(hf, 10000.0, None)
 
@@ -267,6 +283,19 @@ def _write_olmo_positions(config: ModelConfig) -> Fields:
     if config.position_embedding_type == "none":
         return {"rope_parameters": {"rope_type": "default", "rope_theta": None}}
     return rotary().write(config)
+
+
+def _read_olmo_sizes(hf: HFSettings, fields: Fields) -> Fields:
+    heads = fields["num_attention_heads"]
+    found = {
+        "linear_num_key_heads": hf.get("linear_num_key_heads") or heads,
+        "linear_num_value_heads": hf.get("linear_num_value_heads") or heads,
+        "linear_conv_kernel_dim": hf.get("linear_conv_kernel_dim", 4),
+    }
+    width = int(0.75 * fields["hidden_size"] / found["linear_num_key_heads"])
+    found["linear_key_head_dim"] = hf.get("linear_key_head_dim") or width
+    found["linear_value_head_dim"] = hf.get("linear_value_head_dim") or 2 * found["linear_key_head_dim"]
+    return found
 
 
 def _all_but_every_fourth(_: HFSettings, num_layers: int) -> list[bool]:
@@ -299,7 +328,7 @@ OLMO_HYBRID = replace(
         recurrent_layers(
             "gated_delta_net",
             _all_but_every_fourth,
-            *(setting(name, name) for name in DELTA_NET_SIZES),
+            Rule(_read_olmo_sizes, lambda config: {name: getattr(config, name) for name in DELTA_NET_SIZES}),
             switch("linear_allow_neg_eigval", "linear_allow_neg_eigval", True),
             fixed(linear_norm_epsilon=1e-5, linear_pre_norm=True),
         ),

@@ -30,6 +30,7 @@ from megalite.frontends.huggingface.llama import WITHOUT_MTP, llama_like
 from megalite.frontends.huggingface.positions import recurrent_layers
 from megalite.frontends.huggingface.settings import Fields, HFSettings, Rule, fixed, only, setting
 from megalite.frontends.huggingface.sparse import layer_kinds
+from megalite.utils.errors import UserError
 
 _OF_LAYERS = "linear_attn_config"
 """Their object of sizes and layers of Kimi Delta Attention in published files."""
@@ -38,9 +39,15 @@ _BLOCK = "model.layers.{}.block_sparse_moe"
 
 
 def _usual_layers(hf: HFSettings, num_layers: int) -> list[bool]:
-    listed = (hf.get(_OF_LAYERS) or {}).get("kda_layers")  # from 1 on
-    if listed is not None:
-        return [number + 1 in listed for number in range(num_layers)]
+    sizes = hf.get(_OF_LAYERS) or {}
+    listed, others = sizes.get("kda_layers"), sizes.get("full_attn_layers")
+    if listed is not None or others is not None:
+        if sorted([*(listed or ()), *(others or ())]) != [*range(1, num_layers + 1)]:
+            raise UserError(
+                f"{_OF_LAYERS} with kda_layers {listed} and full_attn_layers {others} cannot be converted: "
+                f"together they must list the layers 1 to {num_layers}"
+            )
+        return [number + 1 in (listed or ()) for number in range(num_layers)]
     return [number == 0 or number % 4 != 0 for number in range(num_layers)]
 
 
@@ -67,7 +74,7 @@ _SHARED = "num_shared_experts n_shared_experts"
 def _read_experts(hf: HFSettings, fields: Fields) -> Fields:
     groups = {"n_group": hf.get("num_expert_group", 1), "topk_group": hf.get("topk_group", 1)}
     chosen = biased_scores().read(HFSettings(groups, hf.kind), fields)
-    return {**chosen, SHARED_WIDTH: hf[WIDTH] * hf[_SHARED]}
+    return {**chosen, SHARED_WIDTH: hf[WIDTH] * hf.get(_SHARED, 1) or None}
 
 
 def _write_experts(config: ModelConfig) -> Fields:
@@ -102,7 +109,7 @@ KIMI_LINEAR = replace(
     rules=(
         only(hidden_act="silu", mla_use_nope=True, num_nextn_predict_layers=0, output_router_logits=False),
         *llama_like(1048576, 1e-5, rotary=fixed(position_embedding_type="none"), writes_head_dim=False),
-        setting("model_max_length max_position_embeddings", "seq_length"),
+        setting("model_max_length max_position_embeddings", "seq_length", 1048576),
         *LATENT_SIZES,
         layer_kinds("first_k_dense_replace"),
         in_layers_of_experts(

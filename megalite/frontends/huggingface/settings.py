@@ -79,10 +79,10 @@ class HFSettings:
                 return self.hf[name]
         raise UserError(f"{self.name} has no {' or '.join(names.split())}")
 
-    def get(self, name: str, default: Any = None) -> Any:
-        """Return a setting, or the default if it is absent."""
-        self.names_read.add(name)
-        return self.hf.get(name, default)
+    def get(self, names: str, default: Any = None) -> Any:
+        """Return the first of some settings that is present, even if null, or the default if all are absent."""
+        self.names_read.update(names.split())
+        return next((self.hf[name] for name in names.split() if name in self.hf), default)
 
     def switch(self, name: str, default: bool) -> bool:
         """Return a setting that is true or false."""

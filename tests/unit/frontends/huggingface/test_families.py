@@ -7,6 +7,7 @@ import torch
 from transformers import (
     AfmoeConfig,
     ApertusConfig,
+    AutoConfig,
     BloomConfig,
     Cohere2Config,
     CohereConfig,
@@ -407,6 +408,44 @@ def test_published_models_are_the_presets(preset):
         config_of({**HUB[preset], "residual_multiplier": 0.2})
 
 
+SIZES_OF_OLMO = {"linear_num_key_heads": 30, "linear_num_value_heads": 30, "linear_conv_kernel_dim": 4}
+SIZES_OF_OLMO |= {"linear_key_head_dim": 96, "linear_value_head_dim": 192}
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (
+            {"model_type": "olmo_hybrid", "rope_theta": None},
+            {**SIZES_OF_OLMO, "position_embedding_type": "none"},
+        ),
+        ({"model_type": "olmo_hybrid"}, {**SIZES_OF_OLMO, "position_embedding_type": "rope"}),
+        (
+            {
+                "model_type": "kimi_linear",
+                "linear_attn_config": {"kda_layers": [1, 3], "full_attn_layers": [2]},
+            },
+            {"linear_attention_freq": (1, 0, 1), "moe_shared_expert_intermediate_size": 1024},
+        ),
+        (
+            {"model_type": "kimi_linear", "num_shared_experts": 0},
+            {"moe_shared_expert_intermediate_size": None},
+        ),
+        ({"model_type": "lfm2", "tie_word_embeddings": False}, {"untie_embeddings_and_output_weights": True}),
+    ],
+)
+def test_what_a_file_leaves_out_is_as_in_transformers(config, expected):
+    """The file has the sizes alone that our reading needs, with transformers' usual numbers."""
+    usual = AutoConfig.for_model(config["model_type"], num_hidden_layers=3).to_dict()
+    names = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
+    names.append("num_key_value_heads")
+    if config["model_type"] == "kimi_linear":
+        names += ["kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"]
+        names += ["moe_intermediate_size", "num_experts", "num_experts_per_token"]
+    model = config_of({**{name: usual[name] for name in names}, **config})
+    assert {name: getattr(model, name) for name in expected} == expected
+
+
 @pytest.mark.parametrize(
     "config", [GPT2Config(), BloomConfig(), LlamaConfig(), MistralConfig()], ids=lambda c: c.model_type
 )
@@ -467,6 +506,16 @@ def test_a_converted_config_is_of_its_family(config):
             {**FALCON, "key_multiplier": 0},
             "falcon_h1 with key_multiplier 0 cannot be converted: numbers above",
         ),
+        (
+            {**FALCON, "mlp_multipliers": [1.0, 1.0, 1.0]},
+            r"with mlp_multipliers \[1.0, 1.0, 1.0\] cannot be converted: 2 numbers above 0 can",
+        ),
+        ({**FALCON, "ssm_multipliers": [1.0, 0.0, 1.0, 1.0, 1.0]}, "cannot be converted: 5 numbers above 0"),
+        (
+            {**KIMI, "layer_types": None, "linear_attn_config": {"kda_layers": [1], "full_attn_layers": []}},
+            r"kda_layers \[1\] and full_attn_layers \[\] cannot .* they must list the layers 1 to 2",
+        ),
+        ({**LFM2, "tie_embedding": False}, "tie_embedding False and tie_word_embeddings True must be equal"),
         ({**OLMO_HYBRID, "hidden_act": "gelu"}, "olmo_hybrid with hidden_act gelu cannot be converted: only"),
         ({**KIMI, "moe_renormalize": False}, "kimi_linear with moe_renormalize False cannot be converted"),
         ({**KIMI, "mla_use_nope": False}, "kimi_linear with mla_use_nope False cannot be converted: only"),
