@@ -52,7 +52,7 @@ record_run = partial(record_on, ranks=RANKS)
 
 
 def _call(topology: Topology, function: Callable[..., Any], *args: Any) -> Any:
-    os.fsync = lambda file: None  # as in tests/conftest.py
+    os.fsync = os.fstat  # as in tests/conftest.py
     gc.get_freeze_count = lambda: 1  # a rank freezes what it has imported; each run would count these objects
     with _restored_process(), torch.random.fork_rng(devices=[]):
         result = function(topology, *args)

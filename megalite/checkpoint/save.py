@@ -286,7 +286,7 @@ class Contents:
         return Contents(progress.iteration, description, to_yaml(config))
 
 
-@dataclass
+@dataclass(eq=False)
 class Save:
     """Checkpoint that any layout can load.
 
@@ -309,8 +309,8 @@ class Save:
     is_written: threading.Event = field(default_factory=threading.Event)
     is_staged: threading.Event = field(default_factory=threading.Event)
     _completing: threading.Lock = field(default_factory=threading.Lock, repr=False)
-    _is_complete: bool = False
-    _is_left: bool = False
+    _is_complete: bool = field(default=False, init=False, repr=False)
+    _is_left: bool = field(default=False, init=False, repr=False)
 
     @property
     def name(self) -> str:

@@ -122,7 +122,7 @@ class StoreLost(SaveError):
         )
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class _RunningSave:
     """Save in progress, in the calling thread or in a new thread.
 

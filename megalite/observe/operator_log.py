@@ -51,7 +51,8 @@ def _grouped_mm(a: Tensor, b: Tensor, ends: Tensor, *_: Any) -> GemmCall:
         return GemmCall(
             math.ceil(a.shape[0] / num_groups), b.shape[2], b.shape[1], num_groups, a.element_size()
         )
-    return GemmCall(a.shape[0], b.shape[1], math.ceil(a.shape[1] / num_groups), num_groups, a.element_size())
+    k = math.ceil(a.shape[1] / num_groups)
+    return GemmCall(a.shape[0], b.shape[1], k, num_groups, a.element_size(), sums_rows=True)
 
 
 _GEMMS: dict[Any, Callable[..., GemmCall]] = {

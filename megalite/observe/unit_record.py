@@ -106,6 +106,7 @@ class GemmCall(NamedTuple):
     Attributes:
         element_bytes: bytes per element of what it multiplies.
         adds: the GEMM adds its result to a sum, as a weight gradient's does with fused accumulation.
+        sums_rows: `k` is the mean number of rows of an expert, over which its weight gradient is summed.
     """
 
     m: int
@@ -114,6 +115,7 @@ class GemmCall(NamedTuple):
     batch: int
     element_bytes: float
     adds: bool = False
+    sums_rows: bool = False
 
     @property
     def flops(self) -> int:

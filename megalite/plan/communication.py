@@ -39,10 +39,10 @@ class Cluster:
     def ranks_per_domain(self) -> int:
         """Return how many consecutive ranks NVLink connects: those of a node, or of a rack.
 
-        Every rack of a run holds as many nodes, so that no group of ranks straddles two of them.
+        Every rack holds as many nodes of the run, or all but the last one if racks would be half empty.
         """
         most = max(1, self.gpu.nvlink_gpus // self.gpus_per_node)
-        return self.gpus_per_node * _largest_divisor(self.num_nodes, most)
+        return self.gpus_per_node * _nodes_per_rack(self.num_nodes, most)
 
     def ring_bandwidth(self, ranks_per_node: int) -> float:
         """Return the bytes per second of a ring over nodes that has this many ranks on each.
@@ -54,8 +54,9 @@ class Cluster:
 
 
 @lru_cache
-def _largest_divisor(number: int, most: int) -> int:
-    return max(divisor for divisor in range(1, most + 1) if number % divisor == 0)
+def _nodes_per_rack(num_nodes: int, most: int) -> int:
+    largest = max(number for number in range(1, most + 1) if num_nodes % number == 0)
+    return largest if 2 * largest > most else math.ceil(num_nodes / math.ceil(num_nodes / most))
 
 
 @dataclass(frozen=True)
@@ -106,15 +107,19 @@ class Group:
 
     @property
     def is_inside_node(self) -> bool:
-        """Return whether all ranks are on one node, or in one rack with NVLink."""
-        return self.size * self.stride <= self.cluster.ranks_per_domain
+        """Return whether all ranks of each such group are on one node, or in one rack with NVLink."""
+        cluster, span = self.cluster, self.size * self.stride
+        domain = cluster.ranks_per_domain
+        is_rack = cluster.gpus_per_node < domain < cluster.world_size
+        return span <= domain and not (is_rack and domain % span)
 
     @property
     def ranks_per_node(self) -> int:
         """Return how many of the group's ranks are on one node or rack."""
         if self.is_inside_node:
             return self.size
-        return max(1, self.cluster.ranks_per_domain // self.stride)
+        near = max(1, self.cluster.ranks_per_domain // self.stride)
+        return near if near < self.size else math.gcd(near, self.size)  # some groups straddle two racks
 
     @property
     def num_nodes(self) -> int:

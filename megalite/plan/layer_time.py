@@ -145,8 +145,8 @@ def phase_work(run: PlannedRun, phase: PhaseRecord, name: Phase) -> WorkSeconds:
 
 
 def _gemm(run: PlannedRun, gemm: GemmCall) -> float:
-    # Sums over an expert's rows, of which there are so many in the mean, read whole rows of features.
-    k = gemm.k if gemm.batch == 1 else WHOLE_LINES * math.ceil(gemm.k / WHOLE_LINES)
+    # Any number of rows is summed at the full rate: the rows of features lie one after the other in memory.
+    k = WHOLE_LINES * math.ceil(gemm.k / WHOLE_LINES) if gemm.sums_rows else gemm.k
     return gemm_seconds(run.cluster.gpu, gemm.m, gemm.n, k, gemm.batch, gemm.element_bytes)
 
 

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
@@ -208,7 +208,7 @@ class Stopped(Exception):
         super().__init__(stop.reason)
 
 
-@dataclass
+@dataclass(eq=False)
 class StopConditions:
     """Decides when the run must save and exit; every rank decides the same.
 
@@ -230,10 +230,10 @@ class StopConditions:
     lease: FolderLease | None = None
     layout_file: str | None = None
     can_grow: Callable[[], bool] = lambda: False
-    has_layout_file: bool = False
-    minutes: float = 0.0
-    _checked_at: tuple[int, float] = 0, 0.0  # iteration and minutes
-    _iterations_between: int = 1
+    has_layout_file: bool = field(default=False, init=False)
+    minutes: float = field(default=0.0, init=False)
+    _checked_at: tuple[int, float] = field(default=(0, 0.0), init=False)  # iteration and minutes
+    _iterations_between: int = field(default=1, init=False)
 
     def after(self, iteration: int) -> Stop | None:
         """Return why to stop after `iteration`, or None to continue."""

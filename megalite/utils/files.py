@@ -275,8 +275,10 @@ def read_yaml_file(what: str, path: str, *, as_nodes: bool = False) -> Any:
         raise UserError(f"{what} needs PyYAML: pip install pyyaml") from None
     try:
         text = Path(path).read_text(encoding="utf-8")
-        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where PyYAML has libyaml
-        return yaml.compose(text, loader) if as_nodes else yaml.load(text, loader)
+        parse = yaml.compose if as_nodes else yaml.load
+        with suppress(yaml.YAMLError):  # ten times as fast, where PyYAML has libyaml; its messages say less
+            return parse(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        return parse(text, yaml.SafeLoader)
     except (OSError, UnicodeError) as error:
         raise UserError(f"{what} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     except RecursionError:

@@ -80,7 +80,7 @@ class HFSettings:
         raise UserError(f"{self.name} has no {' or '.join(names.split())}")
 
     def get(self, names: str, default: Any = None) -> Any:
-        """Return the first of some settings that is present, even if null, or the default if all are absent."""
+        """Return the first of some settings that is present, also if null, or the default if none is."""
         self.names_read.update(names.split())
         return next((self.hf[name] for name in names.split() if name in self.hf), default)
 

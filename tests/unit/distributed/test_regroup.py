@@ -181,7 +181,7 @@ def test_of_two_parts_without_a_network_between_them_the_first_goes_on_first(
     run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each half of a group finds that the other one's hosts do not answer, though its processes live."""
-    monkeypatch.setattr(regroup, "_CUT_OFF_SECONDS", 4.0)
+    monkeypatch.setattr(regroup, "_CUT_OFF_SECONDS", 6.0)
     monkeypatch.setattr(processes, "_CONNECT_SECONDS", 0.3)
     first = run(4)
     Meeting(first, 4).group(0, 1, 2, 3)

@@ -1319,7 +1319,9 @@ def test_agrees(kind, seed, one_rank):
         errors = [max(differences(each, expected, sizes[dtype]).values()) for each in others]
         tolerances[dtype] = max([TOLERANCES[dtype], *(OF_ROUNDING * error for error in errors)])
     # Attention dropout has a product of its own; without it, in evaluation, it must give the same.
-    for dtype, attention_dropout in zip(tolerances, (0.0, 0.1) if seed % 2 else (0.1, 0.0), strict=True):
+    # Slow seeds try both in both dtypes.
+    some = zip(tolerances, (0.0, 0.1) if seed % 2 else (0.1, 0.0), strict=True)
+    for dtype, attention_dropout in itertools.product(tolerances, (0.0, 0.1)) if seed > 2 else some:
         ours = build_ours(theirs, one_rank, params_dtype=dtype, attention_dropout=attention_dropout).eval()
         found = by_name(*run_ours(ours, ids))
         assert found.keys() == expected.keys()

@@ -211,16 +211,24 @@ def test_short_samples_do_not_reach_the_rate_of_fused_attention() -> None:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "expected"), [(8, 8), (64, 64), (72, 72), (144, 72), (256, 64), (384, 64), (1024, 64)]
+    ("world_size", "expected", "nearby"),
+    [
+        *((8, 8, 8), (64, 64, 64), (72, 72, 64), (76, 40, 8), (144, 72, 8), (148, 52, 4), (256, 64, 64)),
+        *((384, 64, 64), (1024, 64, 64)),
+    ],
 )
-def test_nvlink_reaches_the_ranks_of_a_rack(world_size: int, expected: int) -> None:
+def test_nvlink_reaches_the_ranks_of_a_rack(world_size: int, expected: int, nearby: int) -> None:
+    """The racks are about as full; some groups of 64 of 144 ranks, or 16 of 76, straddle two of them."""
     gpu = GPUS["gb200"]
     cluster = Cluster(gpu, world_size, gpu.gpus_per_node, gpu.node_gbps, gpu.network_gbps)
     assert cluster.ranks_per_domain == expected
-    inside, whole = Group(cluster, min(64, world_size), 1), Group(cluster, world_size, 1)
-    assert inside.is_inside_node and inside.bytes_per_second == pytest.approx(900e9 * gpu.link_share)
+    size = min(64 if expected > 60 else 16, world_size)
+    group, whole = Group(cluster, size, 1), Group(cluster, world_size, 1)
+    assert group.ranks_per_node == nearby and group.is_inside_node == (size == nearby)
+    bandwidth = min(900.0, gpu.network_gbps * (nearby if size > nearby else 1000))
+    assert group.bytes_per_second == pytest.approx(1e9 * bandwidth * gpu.link_share)
     assert whole.is_inside_node == (world_size <= 72)
-    tray = replace(cluster, gpu=replace(gpu, nvlink_gpus=0))
+    tray = replace(cluster, gpu=replace(gpu, nvlink_gpus=4))
     assert tray.ranks_per_domain == 4 and not Group(tray, 8, 1).is_inside_node
 
 
