@@ -15,11 +15,13 @@ from torch import Tensor, nn
 
 from megalite.attention.choice import build_core
 from megalite.attention.core import StageCore
+from megalite.attention.positions import PositionInfo
 from megalite.config import ModelConfig, RecomputeConfig
 from megalite.data.batch.microbatch import LayerState, LossTerm, Microbatch, SharedKeys
 from megalite.distributed.axes import EXPERTS, MODEL, MeshSpec
 from megalite.distributed.topology import Topology
 from megalite.kernels.flash_attention import MAX_HEAD_DIM
+from megalite.kernels.softmax import document_starts
 from megalite.model.bert_stage import STAGES
 from megalite.model.layer import TransformerLayer
 from megalite.model.recompute import apply_recompute
@@ -102,7 +104,7 @@ def _context(key: UnitKey, topology: Topology, store: WeightGradientStore | None
         fuses_weight_gradients=True,
         fp8=_fp8_settings(key),
         moe_imbalance=key.moe_imbalance,
-        cp_comm_type="a2a",  # only recurrent layers are recorded with several ranks, and exchange heads
+        cp_comm_type="a2a",  # recurrences have it always, and attention is recorded on one rank
         moe_token_dispatcher_type=key.moe_token_dispatcher_type,
     )
 
@@ -121,7 +123,23 @@ def _core(config: ModelConfig, context: LayerContext) -> StageCore:
     saves the same.
     """
     is_large = config.max_head_dim > MAX_HEAD_DIM
-    return build_core(config, context, "triton" if is_large else None)
+    backend = "triton" if is_large else None
+    if context.cp.size == 1:
+        return build_core(config, context, backend)
+    alone = replace(context, topology=Topology.on_paper({"tp": context.tp.size}))
+    return _OwnPositions(config, alone, build_core(config, alone, backend).cores)
+
+
+class _OwnPositions(StageCore):
+    """Attention to a rank's own positions, beside a recurrence of those of all ranks."""
+
+    def position_info(self, microbatch: Microbatch) -> PositionInfo:
+        """Return the rank's positions, with the starts of the documents of whole samples."""
+        ids = microbatch.document_ids
+        if ids is None:
+            return super().position_info(microbatch)
+        own = replace(microbatch, document_ids=ids[:, : microbatch.tokens.shape[1]])
+        return super().position_info(own)._replace(document_starts=document_starts(ids))
 
 
 def _build(key: UnitKey, topology: Topology, store: WeightGradientStore | None, live: LiveBytes) -> Stage:
