@@ -142,7 +142,8 @@ class ShortConvolution(nn.Module):
             y = y + product
         if self.bias is not None:
             y = y + own(self.bias).to(wide)
-        return self.function(y).to(x.dtype), padded[num_tokens:].transpose(0, 1)
+        last = padded[num_tokens:].transpose(0, 1).clone()  # not a view of all inputs
+        return self.function(y).to(x.dtype), last
 
 
 def is_within(starts: Tensor, distance: int) -> Tensor:
