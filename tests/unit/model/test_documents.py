@@ -28,6 +28,12 @@ MODELS = {
         **{"linear_attention_freq": (2,), "linear_key_head_dim": 6, "linear_value_head_dim": 5},
         **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
     },
+    "olmo hybrid": {
+        **{"position_embedding_type": "none", "recurrent_mixer": "gated_delta_net"},
+        **{"linear_attention_freq": (2,), "linear_key_head_dim": 6, "linear_value_head_dim": 5},
+        **{"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_pre_norm": True},
+        **{"linear_allow_neg_eigval": True, "linear_norm_epsilon": 1e-3, "norm_position": "output"},
+    },
     "kimi": {
         **{"position_embedding_type": "none", "recurrent_mixer": "kimi_delta_attention"},
         **{"linear_attention_freq": (2,), "linear_key_head_dim": 6, "linear_num_key_heads": 2},
