@@ -44,6 +44,7 @@ from tests.parity.models import (
     NEMOTRON,
     NUM_ITERATIONS,
     OF_ONE_STAGE,
+    OLMO_HYBRID,
     OWN_EMBEDDINGS,
     SWITCHES,
     THREE_HEADS,
@@ -188,7 +189,7 @@ ROWS += [
 ]
 ROWS += [
     (model, "fp64", name)
-    for model in (HYBRID, KIMI, LFM2, FALCON, NEMOTRON)
+    for model in (HYBRID, OLMO_HYBRID, KIMI, LFM2, FALCON, NEMOTRON)
     for name in ("cp4+p2p", "tp2cp2+sp+selective+p2p", "tp2pp2cp2+sp+zero1", "pp2dp2cp2+full+zero3+p2p")
 ]
 TECHNIQUES = ("tp", "pp", "dp", "sp")
