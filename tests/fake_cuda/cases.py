@@ -176,6 +176,11 @@ CASES = {
         **{"recurrent_mixer": "kimi_delta_attention", "linear_attention_freq": (2,), **PACKED},
         **{"linear_key_head_dim": 8, "linear_num_key_heads": 4},
     ),
+    "olmo hybrid": case(
+        preset="llama-tiny",
+        **{**HYBRID, "linear_num_value_heads": 2, "norm_position": "output", "linear_pre_norm": True},
+        **{"linear_allow_neg_eigval": True, "linear_norm_epsilon": 1e-3, "position_embedding_type": "none"},
+    ),
     "gated convolutions": case(
         "tp2cp2+p2p",
         preset="llama-tiny",
