@@ -468,8 +468,6 @@ class StageCore:
 class RecurrentState:
     """Tensors of a recurrent layer between the pieces of a sequence, None before the first one.
 
-    The layer's forward replaces them.
-
     Attributes:
         inputs: last inputs of the layer's convolution, ``[b, kernel - 1, channels]``.
         state: state of its recurrence, ``[b, ...]``; None if it has none.
@@ -482,6 +480,10 @@ class RecurrentState:
         """Forget the sequences."""
         self.inputs: Tensor | None = None
         self.state: Tensor | None = None
+
+    def keep(self, inputs: Tensor, state: Tensor | None = None) -> None:
+        """Keep what the next piece needs; `inputs` may be a view of all inputs of the piece."""
+        self.inputs, self.state = inputs.clone(), state
 
     def select(self, rows: Tensor) -> None:
         """Continue with these sequences, int64: omitted ones are dropped, repeated ones are copied."""

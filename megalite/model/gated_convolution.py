@@ -55,5 +55,5 @@ class GatedConvolution(RecurrentMixer):
             before * x, positions.document_starts, None if saved is None else saved.inputs
         )
         if saved is not None:
-            saved.inputs = inputs
+            saved.keep(inputs)
         return after * y

@@ -93,7 +93,7 @@ class GatedDeltaNet(RecurrentMixer):
             q, k = (each.to(projected.dtype) for each in (q, k))
             y, state = recurrence(q, k, v, decay, rate, starts, state, is_delta=True)
         if saved is not None:
-            saved.inputs, saved.state = inputs.clone(), state  # not a view of all inputs
+            saved.keep(inputs, state)
         y = y.permute(3, 0, 1, 2, 4).flatten(2, 3).to(projected.dtype)  # [s, b, n', e]
         return self.norm(y, gate.unflatten(-1, (-1, spec.value_dim)).flatten(2, 3)).flatten(2)
 

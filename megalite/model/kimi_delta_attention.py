@@ -91,6 +91,6 @@ class KimiDeltaAttention(RecurrentMixer):
             is_delta=True,
         )
         if saved is not None:
-            saved.inputs, saved.state = inputs, state
+            saved.keep(inputs, state)
         y = y.squeeze(2).permute(2, 0, 1, 3).to(projected.dtype)  # [s, b, n', d]
         return self.norm(y, gate).flatten(2)

@@ -104,7 +104,7 @@ class Mamba(RecurrentMixer):
         recur = chunked_recurrence if self.kernel_problem else recurrence
         y, state = recur(q, k, v, decay, rate, starts, state, is_delta=False)
         if saved is not None:
-            saved.inputs, saved.state = inputs, state
+            saved.keep(inputs, state)
         y = (y.permute(3, 0, 1, 2, 4) + D.unsqueeze(-1) * x).flatten(3)  # [s, b, g', r p]
         if self.norm is None:
             return (y * F.silu(gate.to(wide))).to(gate.dtype).flatten(2)

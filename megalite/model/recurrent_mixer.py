@@ -125,7 +125,7 @@ class ShortConvolution(nn.Module):
             before: inputs before x, ``[b, k - 1, c']``; by default zeros.
 
         Returns:
-            The result, ``[s, b, c']``, and the last inputs, ``[b, k - 1, c']``.
+            The result, ``[s, b, c']``, and a view of the last inputs, ``[b, k - 1, c']``.
         """
         own, wide = self.exchange.own, torch.promote_types(x.dtype, torch.float32)
         weight = own(self.weight).to(wide)  # [c', k]
@@ -142,8 +142,7 @@ class ShortConvolution(nn.Module):
             y = y + product
         if self.bias is not None:
             y = y + own(self.bias).to(wide)
-        last = padded[num_tokens:].transpose(0, 1).clone()  # not a view of all inputs
-        return self.function(y).to(x.dtype), last
+        return self.function(y).to(x.dtype), padded[num_tokens:].transpose(0, 1)
 
 
 def is_within(starts: Tensor, distance: int) -> Tensor:
