@@ -23,7 +23,7 @@ from megalite.kernels import ResidualSum
 from megalite.model.embedding import EmbeddingGate
 from megalite.model.experts import MixtureOfExperts, Router
 from megalite.model.mixers import Mixer, build_mixer
-from megalite.model.mlp import MLP, multiplier
+from megalite.model.mlp import MLP, multiplier, multiply_output
 from megalite.model.norm import build_norm
 from megalite.model.normed_experts import NormedExperts
 from megalite.tensor_parallel.counter_random import Dropout
@@ -187,7 +187,7 @@ class TransformerLayer(nn.Module):
         if "output" in self.normalized:
             norm = f"{block}_output_norm" if "input" in self.normalized else f"{block}_norm"
             y, bias = getattr(self, norm)(y if bias is None else y + bias), None
-        y, bias = self.multiply(y), None if bias is None else self.multiply(bias)
+        y, bias = multiply_output(self.multiply, y, bias)
         dropout: Dropout = getattr(self, f"{block}_output_dropout")
         is_normed_next = "input" in self.normalized and not self.is_parallel and block != self.blocks[-1]
         if is_normed_next:

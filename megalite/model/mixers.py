@@ -6,8 +6,10 @@ Shapes: s sequence, b microbatch, h hidden size, tp = tp.size.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import reduce
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from megalite.attention.core import StageCore
@@ -22,7 +24,7 @@ from megalite.model.gated_convolution import GatedConvolution
 from megalite.model.gated_delta_net import GatedDeltaNet
 from megalite.model.kimi_delta_attention import KimiDeltaAttention
 from megalite.model.mamba import Mamba
-from megalite.model.mlp import multiplier
+from megalite.model.mlp import multiplier, multiply_output
 from megalite.tensor_parallel.parameter_spec import LayerContext
 
 
@@ -72,10 +74,9 @@ class ParallelMixers(nn.Module):
         first = self.attention(x, sample_numbers, positions, *keys)
         second = self.mamba(x, sample_numbers, positions)
         outputs = zip(self.multiply, (first, second), strict=True)
-        scaled = [(factor(y.x), None if y.bias is None else factor(y.bias)) for factor, y in outputs]
-        (y, bias), (other, other_bias) = scaled
+        (y, bias), (other, other_bias) = (multiply_output(factor, y.x, y.bias) for factor, y in outputs)
         biases = [each for each in (bias, other_bias) if each is not None]
-        return BlockOutput(y + other, sum(biases) if biases else None, keys=first.keys)
+        return BlockOutput(y + other, reduce(torch.add, biases) if biases else None, keys=first.keys)
 
 
 _MIXERS: Mapping[type[MixerSpec], type[nn.Module]] = {

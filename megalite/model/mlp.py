@@ -148,6 +148,11 @@ def multiplier(factor: float) -> nn.Module:
     return nn.Identity() if factor == 1.0 else Multiply(factor)
 
 
+def multiply_output(factor: nn.Module, y: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Return a block's output and its bias, which is added later, times a factor."""
+    return factor(y), None if bias is None else factor(bias)
+
+
 class MLP(nn.Module):
     """Computes m down(activation(up(x))), m of --mlp-multipliers; the layer adds the bias of `down`.
 
@@ -216,8 +221,7 @@ class MLP(nn.Module):
             sample_numbers: experts in the place of an MLP use them.
             positions: likewise.
         """
-        bias = None if self.down.bias is None else self.multiply(self.down.bias)
-        return BlockOutput(self.multiply(self.transform(x)), bias)
+        return BlockOutput(*multiply_output(self.multiply, self.transform(x), self.down.bias))
 
     @wrap_point
     def transform(self, x: Tensor) -> Tensor:

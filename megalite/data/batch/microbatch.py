@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from megalite.data.batch.document_assignment import Assignment
 
@@ -354,7 +354,7 @@ class BlockOutput(NamedTuple):
     """
 
     x: Tensor
-    bias: nn.Parameter | None
+    bias: Tensor | None
     terms: Terms = MappingProxyType({})
     keys: SharedKeys = MappingProxyType({})
 
