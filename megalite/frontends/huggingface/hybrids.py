@@ -20,7 +20,7 @@ from megalite.frontends.huggingface.family import (
     with_kernel_dim,
 )
 from megalite.frontends.huggingface.llama import OLMO2, WITHOUT_MTP, llama_like
-from megalite.frontends.huggingface.mamba import MAMBA_SIZES, attention_modules, mamba_modules
+from megalite.frontends.huggingface.mamba import MAMBA_SIZES, attention_modules, mamba_head_dim, mamba_modules
 from megalite.frontends.huggingface.positions import read_rotary, recurrent_layers, rotary
 from megalite.frontends.huggingface.qwen import DELTA_NET_SIZES, delta_net_modules, delta_net_rows
 from megalite.frontends.huggingface.settings import (
@@ -48,14 +48,8 @@ def _read_lfm2_width(hf: HFSettings, _: Fields) -> Fields:
     return {"ffn_hidden_size": width}
 
 
-def _write_lfm2_width(config: ModelConfig) -> Fields:
-    return {"intermediate_size": config.ffn_size, "block_auto_adjust_ff_dim": False}
-
-
 def _check_tied(hf: HFSettings, _: Fields) -> Fields:
-    tied = hf.get("tie_word_embeddings", True)
-    if (other := hf.get("tie_embedding", tied)) != tied:
-        raise UserError(f"tie_embedding {other} and tie_word_embeddings {tied} must be equal to be converted")
+    hf.require_equal("tie_embedding", "tie_word_embeddings", hf.get("tie_word_embeddings", True))
     return {}
 
 
@@ -80,7 +74,10 @@ LFM2 = replace(
             norm="norm_eps",
             function=fixed(activation="swiglu"),
         ),
-        Rule(_read_lfm2_width, _write_lfm2_width),
+        Rule(
+            _read_lfm2_width,
+            lambda config: {"intermediate_size": config.ffn_size, "block_auto_adjust_ff_dim": False},
+        ),
         fixed(qk_layernorm=True, attention_dropout=0.0),
         recurrent_layers(
             "gated_convolution",
@@ -150,12 +147,7 @@ def _read_mamba_heads(hf: HFSettings, fields: Fields) -> Fields:
     count, width = hf.get("mamba_n_heads", 128), hf.get("mamba_d_ssm", 1024)
     if width is None:
         width = hf.get("mamba_expand", 2) * fields["hidden_size"]
-    size = width // count if hf.get("mamba_d_head", "auto") == "auto" else hf["mamba_d_head"]
-    if size * count != width:
-        raise UserError(
-            f"{hf.kind} with {count} heads of {size} cannot be converted: mamba_d_ssm needs {width}"
-        )
-    return {"mamba_num_heads": count, "mamba_head_dim": size}
+    return {"mamba_num_heads": count, "mamba_head_dim": mamba_head_dim(hf, count, width, "mamba_d_ssm")}
 
 
 def _write_mamba_heads(config: ModelConfig) -> Fields:

@@ -91,11 +91,6 @@ def _rows(place: Place) -> tuple[int, Sequence[int]]:
     return spec.num_heads, spec.group_rows
 
 
-def _mixed_rows(place: Place) -> tuple[int, Sequence[int]]:
-    spec = _spec(place)
-    return spec.num_heads, spec.group_rows[:3]
-
-
 def _spec(place: Place) -> KimiDeltaSpec:
     assert place.layer is not None and isinstance(place.layer.mixer, KimiDeltaSpec)
     return place.layer.mixer
@@ -151,7 +146,9 @@ KIMI_LINEAR = replace(
                 "table",
                 "convolution",
                 "q_conv1d k_conv1d v_conv1d",
-                with_kernel_dim(by_kind(_mixed_rows, apart=2)),
+                with_kernel_dim(
+                    by_kind(lambda place: (_spec(place).num_heads, _spec(place).group_rows[:3]), apart=2)
+                ),
             ),
             ("table", "decay_down", "f_a_proj"),
             ("table", "decay_up", "f_b_proj"),

@@ -256,14 +256,17 @@ def _mixers(config: ModelConfig) -> str:
     return (config.hybrid_override_pattern or "*-" * config.num_layers)[::2]
 
 
+def mamba_head_dim(hf: HFSettings, count: int, width: int, source: str) -> int:
+    """Return the size of a head of Mamba-2, of which `count` have a width that the setting `source` gives."""
+    size: int = width // count if hf.get("mamba_d_head", "auto") == "auto" else hf["mamba_d_head"]
+    if size * count != width:
+        raise UserError(f"{hf.kind} with {count} heads of {size} cannot be converted: {source} needs {width}")
+    return size
+
+
 def _read_head_dim(hf: HFSettings, fields: Fields) -> Fields:
     count, width = fields["mamba_num_heads"], hf.get("mamba_expand", 2) * fields["hidden_size"]
-    size = width // count if hf.get("mamba_d_head", "auto") == "auto" else hf["mamba_d_head"]
-    if size * count != width:
-        raise UserError(
-            f"{hf.kind} with {count} heads of {size} cannot be converted: mamba_expand needs {width}"
-        )
-    return {"mamba_head_dim": size}
+    return {"mamba_head_dim": mamba_head_dim(hf, count, width, "mamba_expand")}
 
 
 def _write_head_dim(config: ModelConfig) -> Fields:
