@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property
 
 from megalite.utils.hardware.gpus import Gpu
 
@@ -35,14 +35,17 @@ class Cluster:
         """Return the number of nodes. The last node may be used only in part."""
         return -(-self.world_size // self.gpus_per_node)
 
-    @property
+    @cached_property
     def ranks_per_domain(self) -> int:
         """Return how many consecutive ranks NVLink connects: those of a node, or of a rack.
 
         Every rack holds as many nodes of the run, or all but the last one if racks would be half empty.
         """
-        most = max(1, self.gpu.nvlink_gpus // self.gpus_per_node)
-        return self.gpus_per_node * _nodes_per_rack(self.num_nodes, most)
+        most, num_nodes = max(1, self.gpu.nvlink_gpus // self.gpus_per_node), self.num_nodes
+        nodes = max(number for number in range(1, most + 1) if num_nodes % number == 0)
+        if 2 * nodes <= most:
+            nodes = math.ceil(num_nodes / math.ceil(num_nodes / most))
+        return self.gpus_per_node * nodes
 
     def ring_bandwidth(self, ranks_per_node: int) -> float:
         """Return the bytes per second of a ring over nodes that has this many ranks on each.
@@ -51,12 +54,6 @@ class Cluster:
         network.
         """
         return self.network_gbps * 1e9 * self.gpu.link_share * ranks_per_node
-
-
-@lru_cache
-def _nodes_per_rack(num_nodes: int, most: int) -> int:
-    largest = max(number for number in range(1, most + 1) if num_nodes % number == 0)
-    return largest if 2 * largest > most else math.ceil(num_nodes / math.ceil(num_nodes / most))
 
 
 @dataclass(frozen=True)
