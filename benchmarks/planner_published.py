@@ -16,6 +16,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import accumulate
 from statistics import median
 from typing import NamedTuple
@@ -66,12 +67,8 @@ RECIPES: Mapping[str, str] = {
     "nvfp4": "nvfp4",
 }
 """Recipes in 8 and 4 bits, by the rows' precision."""
-MODULES: Mapping[str, str] = {
-    "mla_up_proj": "mla_up_proj",
-    "layernorm": "layernorm",
-    "core_attn": "core_attn",
-}
-"""Modules that the recipes recompute, by the planner's names. Of the parts of an expert, it
+MODULES = ("mla_up_proj", "layernorm", "core_attn")
+"""Modules that the recipes recompute, and the planner by the same names. Of the parts of an expert, it
 plans the activation alone (`moe_act`), as more reads and writes."""
 
 
@@ -148,14 +145,15 @@ def settings_of(row: Row) -> dict[str, str]:
     return {name: value for name, _, value in (word.partition("=") for word in row["settings"].split())}
 
 
-def model_of(row: Row) -> ModelConfig:
-    """Return a row's model, in 16 bits."""
-    return read_request([*MODELS[row["model"]].split(), "--gpu", "b200", "--world-size", "1"]).config.model
+@cache
+def model_named(name: str) -> ModelConfig:
+    """Return a model of the rows, in 16 bits."""
+    return read_request([*MODELS[name].split(), "--gpu", "b200", "--world-size", "1"]).config.model
 
 
 def flags_of(row: Row) -> list[str]:
     """Return the words behind `megalite plan`."""
-    settings, model = settings_of(row), model_of(row)
+    settings, model = settings_of(row), model_named(row["model"])
     pp, tp = int(row["pp"] or 1), int(row["tp"] or 1)
     words = f"{MODELS[row['model']]} --bf16 --gpu {row['gpu']}"
     if row["precision"] in RECIPES and row["source"].startswith("torchtitan"):
@@ -186,18 +184,11 @@ def flags_of(row: Row) -> list[str]:
 
 def recomputation_of(row: Row, settings: Mapping[str, str]) -> Iterator[str]:
     """Yield the flags of recomputation and offloaded activations."""
-    modules = [MODULES[name] for name in settings.get("recompute_modules", "").split("+") if name in MODULES]
+    modules = [name for name in settings.get("recompute_modules", "").split("+") if name in MODULES]
+    if settings.get("recompute") == "selective_op":
+        modules = ["core_attn", "mlp_act", "layernorm"]
     if settings.get("recompute") == "full" or "recompute_layers" in settings:
         yield from ("--recompute-granularity", "full")
-    elif settings.get("recompute") == "selective_op":
-        yield from [
-            "--recompute-granularity",
-            "selective",
-            "--recompute-modules",
-            "core_attn",
-            "mlp_act",
-            "layernorm",
-        ]
     elif modules:
         yield from ("--recompute-granularity", "selective", "--recompute-modules", *modules)
     if "recompute_layers" in settings:
@@ -229,7 +220,7 @@ def _planned(row: Row) -> Comparison:
 
 def kind_of(row: Row) -> str:
     """Return the kind of run whose errors in the open half give an interval."""
-    if not model_of(row).num_experts:
+    if not model_named(row["model"]).num_experts:
         return "dense"
     return "experts, one CUDA graph" if has_whole_graph(settings_of(row)) else "experts"
 
@@ -274,13 +265,13 @@ KINDS: Mapping[str, Callable[[Row], str]] = {
     "source": lambda row: row["source"],
     "precision": lambda row: row["precision"],
     "GPU": lambda row: row["gpu"],
-    "layers": lambda row: "experts" if model_of(row).num_experts else "dense",
+    "layers": lambda row: "experts" if model_named(row["model"]).num_experts else "dense",
     "model": lambda row: row["model"],
 }
 
 
-def lines(comparisons: Sequence[Comparison]) -> Iterator[str]:
-    """Yield a line a kind of run, and the reasons of refusals."""
+def lines(comparisons: Sequence[Comparison], ranges: Mapping[str, Interval]) -> Iterator[str]:
+    """Yield a line a kind of run, the rows that are in their kind's interval, and the reasons of refusals."""
     planned = [each for each in comparisons if each.plan is not None]
     yield f"{'kind':44}{'rows':>5}{'median':>9}{'|median|':>9}{'in 20%':>8}"
     for kind, value_of in KINDS.items():
@@ -290,7 +281,6 @@ def lines(comparisons: Sequence[Comparison]) -> Iterator[str]:
             within = sum(size < 0.2 for size in sizes) / len(sizes)
             numbers = f"{len(sizes):5}{median(errors):+9.1%}{median(sizes):9.1%}{within:8.0%}"
             yield f"{kind + ' ' + value:44}{numbers}"
-    ranges = intervals(list(compare(read_rows(OPEN))))
     for kind, (least, most) in sorted(ranges.items()):
         found = [each.error for each in planned if kind_of(each.row) == kind]
         inside = sum(least <= error <= most for error in found)
@@ -321,10 +311,11 @@ def main() -> None:
     parser.add_argument("--rows", action="store_true", help="print each plan")
     parser.add_argument("--open-blind-half", action="store_true", help="plan the blind half, once")
     args = parser.parse_args()
-    comparisons = list(compare(read_rows(BLIND if args.open_blind_half else OPEN)))
+    of_open_half = list(compare(read_rows(OPEN)))
+    comparisons = list(compare(read_rows(BLIND))) if args.open_blind_half else of_open_half
     if args.rows:
         print("\n".join(row_line(each) for each in comparisons if each.plan is not None))
-    print("\n".join(lines(comparisons)))
+    print("\n".join(lines(comparisons, intervals(of_open_half))))
 
 
 if __name__ == "__main__":

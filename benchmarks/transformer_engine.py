@@ -107,10 +107,8 @@ def with_host(layer: UnitRecord, host: ExpertHost) -> UnitRecord:
 
 def with_passes(layer: UnitRecord, key: UnitKey, passes: ExpertPasses) -> UnitRecord:
     """Return the record of a layer with another program's passes over the rows of its experts."""
-    grouped, own = (
-        [gemm for gemm in layer.forward.gemms if gemm.batch > 1],
-        OWN_PASSES.get(key.model.activation),
-    )
+    grouped = [gemm for gemm in layer.forward.gemms if gemm.batch > 1]
+    own = OWN_PASSES.get(key.model.activation)
     if not grouped or own is None:
         return layer
     first, last = grouped[0], grouped[-1]

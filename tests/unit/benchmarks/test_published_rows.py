@@ -65,7 +65,7 @@ def test_intervals_hold_most_of_their_own_half(comparisons: list[Comparison]) ->
 
 
 def test_the_table_has_every_kind_and_refusal(comparisons: list[Comparison]) -> None:
-    text = "\n".join(lines(comparisons))
+    text = "\n".join(lines(comparisons, intervals(comparisons)))
     kinds = ("precision nvfp4", "GPU gb300", "model kimi_k2", "80% interval, dense")
     assert all(expected in text for expected in (*kinds, "rows: fine-tuning"))
 
