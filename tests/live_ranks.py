@@ -19,10 +19,12 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from megalite.config import Config
 from megalite.distributed.axes import MeshOptions
 from megalite.distributed.local_ranks import LocalRanks
 from megalite.distributed.topology import Topology
 from megalite.observe.verify.record_run import record_run as record_on
+from megalite.train.trainer import start_trainer
 from megalite.utils.log import log
 
 
@@ -49,6 +51,15 @@ RANKS = LiveRanks()
 """Ranks of this process of pytest; `tests/conftest.py` ends them before tests that need one process."""
 run_ranks = RANKS.run
 record_run = partial(record_on, ranks=RANKS)
+
+
+def continued_losses(topology: Topology, config: Config, num_steps: int) -> list[float]:
+    """Return the losses from the last checkpoint on, if there is one, and save another one."""
+    with start_trainer(config, topology) as trainer:
+        trainer.load()
+        losses = [trainer.step().loss for _ in range(num_steps)]
+        trainer.save()
+    return losses
 
 
 def _call(topology: Topology, function: Callable[..., Any], *args: Any) -> Any:

@@ -17,8 +17,7 @@ from megalite.distributed.axis import HeldPositions
 from megalite.distributed.topology import Topology
 from megalite.kernels import Drop
 from megalite.tensor_parallel.parameter_spec import LayerContext
-from megalite.train.trainer import start_trainer
-from tests.live_ranks import run_ranks
+from tests.live_ranks import continued_losses, run_ranks
 
 S, B, HEADS, SIZE = 24, 2, 4, 16
 
@@ -70,15 +69,6 @@ def test_attention_is_that_of_the_whole_sequence(
         assert error < bound
 
 
-def _losses(topology: Topology, config: Config, num_steps: int) -> list[float]:
-    """Continue from the last checkpoint, if there is one, and save another one."""
-    with start_trainer(config, topology) as trainer:
-        trainer.load()
-        losses = [trainer.step().loss for _ in range(num_steps)]
-        trainer.save()
-    return losses
-
-
 def test_a_checkpoint_continues_with_any_context_parallel_size(tmp_path: Path) -> None:
     model = dataclasses.replace(
         PRESETS["gpt-tiny"], num_layers=2, vocab_size=64, seq_length=16, params_dtype="fp64"
@@ -95,7 +85,7 @@ def test_a_checkpoint_continues_with_any_context_parallel_size(tmp_path: Path) -
                 training=TrainingConfig(global_batch_size=2, train_iters=6, eval_iters=0),
                 checkpoint=CheckpointConfig(save=str(tmp_path / name), load=str(tmp_path / name)),
             )
-            ranks = run_ranks(_losses, parallel.mesh, size, config, 6 // len(sizes))
+            ranks = run_ranks(continued_losses, parallel.mesh, size, config, 6 // len(sizes))
             assert ranks == [ranks[0]] * size
             found[name] = [*found.get(name, []), *ranks[0]]
     assert found["others"] == pytest.approx(found["one"], rel=1e-12)

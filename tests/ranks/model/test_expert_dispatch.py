@@ -20,8 +20,7 @@ from megalite.model.expert_dispatch import Dispatched, Dispatcher, dispatcher_fo
 from megalite.model.experts import MixtureOfExperts, Router
 from megalite.tensor_parallel.counter_random import initialize
 from megalite.tensor_parallel.parameter_spec import LayerContext, gather_full, spec_of
-from megalite.train.trainer import start_trainer
-from tests.live_ranks import run_ranks
+from tests.live_ranks import continued_losses, run_ranks
 from tests.traffic import Traffic
 
 CONFIG = replace(
@@ -242,15 +241,6 @@ def test_a_rank_without_any_token_for_its_experts() -> None:
     torch.testing.assert_close(torch.cat([each[0] for each in ranks]), expected[0], rtol=1e-12, atol=1e-12)
 
 
-def _losses(topology: Topology, config: Config, num_steps: int) -> list[float]:
-    """Continue from the last checkpoint, if there is one, and save another one."""
-    with start_trainer(config, topology) as trainer:
-        trainer.load()
-        losses = [trainer.step().loss for _ in range(num_steps)]
-        trainer.save()
-    return losses
-
-
 def test_a_checkpoint_continues_with_any_expert_parallel_size(tmp_path: Path) -> None:
     found: dict[str, list[float]] = {}
     layouts = {
@@ -279,5 +269,5 @@ def test_a_checkpoint_continues_with_any_expert_parallel_size(tmp_path: Path) ->
                 checkpoint=CheckpointConfig(save=str(tmp_path / name), load=str(tmp_path / name)),
             )
             num_ranks = 1 if parallel == ParallelConfig() else 2
-            found[name] += run_ranks(_losses, parallel.mesh, num_ranks, config, 2)[0]
+            found[name] += run_ranks(continued_losses, parallel.mesh, num_ranks, config, 2)[0]
     assert found["others"] == pytest.approx(found["one"], rel=1e-12, abs=0)
