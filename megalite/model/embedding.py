@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from megalite.config import ModelConfig
 from megalite.config.model.model_config import num_padding_rows, padded_vocab_size
 from megalite.data.batch.microbatch import LayerState, Microbatch
-from megalite.model.mlp import GATES, multiplier
+from megalite.model.mlp import GATES
 from megalite.model.norm import NORMS, build_norm
 from megalite.tensor_parallel.counter_random import Dropout
 from megalite.tensor_parallel.linear import LinearContext, column_linear
@@ -75,6 +75,23 @@ def word_table(config: ModelConfig, context: LayerContext, size: int | None = No
     rows, padding = padded_vocab_size(config, context.tp.size), num_padding_rows(config, context.tp.size)
     columns = config.hidden_size if size is None else size
     return VocabParallelEmbedding(rows, columns, context, std=config.init_method_std, num_padding=padding)
+
+
+class Multiply(nn.Module):
+    """Multiplies by a constant factor."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the product."""
+        return x * self.factor
+
+
+def multiplier(factor: float) -> nn.Module:
+    """Return a module that multiplies by a factor."""
+    return nn.Identity() if factor == 1.0 else Multiply(factor)
 
 
 class Embedding(nn.Module):

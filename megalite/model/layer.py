@@ -23,7 +23,7 @@ from megalite.kernels import ResidualSum
 from megalite.model.embedding import EmbeddingGate
 from megalite.model.experts import MixtureOfExperts, Router
 from megalite.model.mixers import Mixer, build_mixer
-from megalite.model.mlp import MLP, multiplier, multiply_output
+from megalite.model.mlp import MLP, multiply_output
 from megalite.model.norm import build_norm
 from megalite.model.normed_experts import NormedExperts
 from megalite.tensor_parallel.counter_random import Dropout
@@ -91,7 +91,7 @@ class TransformerLayer(nn.Module):
             self.experts = NormedExperts(config, context, layer)
         if config.hidden_size_per_layer_input is not None and has_mixer and has_mlp:
             self.embedding_gate = EmbeddingGate(config, context)
-        self.multiply = multiplier(config.residual_multiplier)
+        self.residual_multiplier = config.residual_multiplier
         self.output_scale = OutputScale(context) if config.layer_output_scale else nn.Identity()
 
     def _add_norms(self, block: str, config: ModelConfig, context: LayerContext) -> None:
@@ -187,7 +187,7 @@ class TransformerLayer(nn.Module):
         if "output" in self.normalized:
             norm = f"{block}_output_norm" if "input" in self.normalized else f"{block}_norm"
             y, bias = getattr(self, norm)(y if bias is None else y + bias), None
-        y, bias = multiply_output(self.multiply, y, bias)
+        y, bias = multiply_output(self.residual_multiplier, y, bias)
         dropout: Dropout = getattr(self, f"{block}_output_dropout")
         is_normed_next = "input" in self.normalized and not self.is_parallel and block != self.blocks[-1]
         if is_normed_next:

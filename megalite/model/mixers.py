@@ -24,7 +24,7 @@ from megalite.model.gated_convolution import GatedConvolution
 from megalite.model.gated_delta_net import GatedDeltaNet
 from megalite.model.kimi_delta_attention import KimiDeltaAttention
 from megalite.model.mamba import Mamba
-from megalite.model.mlp import multiplier, multiply_output
+from megalite.model.mlp import multiply_output
 from megalite.tensor_parallel.parameter_spec import LayerContext
 
 
@@ -60,7 +60,7 @@ class ParallelMixers(nn.Module):
         super().__init__()
         self.attention = build_mixer(config, context, core, layer, spec.attention)
         self.mamba = build_mixer(config, context, core, layer, spec.mamba)
-        self.multiply = nn.ModuleList(map(multiplier, config.mixer_multipliers or (1.0, 1.0)))
+        self.factors = config.mixer_multipliers or (1.0, 1.0)
 
     def recompute_parts(self, config: RecomputeConfig, norm: nn.Module) -> None:
         """Let backward recompute the parts of both mixers that the config names."""
@@ -73,7 +73,7 @@ class ParallelMixers(nn.Module):
         """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""
         first = self.attention(x, sample_numbers, positions, *keys)
         second = self.mamba(x, sample_numbers, positions)
-        outputs = zip(self.multiply, (first, second), strict=True)
+        outputs = zip(self.factors, (first, second), strict=True)
         (y, bias), (other, other_bias) = (multiply_output(factor, y.x, y.bias) for factor, y in outputs)
         biases = [each for each in (bias, other_bias) if each is not None]
         return BlockOutput(y + other, reduce(torch.add, biases) if biases else None, keys=first.keys)

@@ -131,26 +131,11 @@ def activation_of(config: ModelConfig) -> ActivationFunction:
     return ActivationFunction(partial(gated, gate_of=gate_of, limit=limit, offset=offset, factor=factor))
 
 
-class Multiply(nn.Module):
-    """Multiplies by a constant factor."""
-
-    def __init__(self, factor: float) -> None:
-        super().__init__()
-        self.factor = factor
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the product."""
-        return x * self.factor
-
-
-def multiplier(factor: float) -> nn.Module:
-    """Return a module that multiplies by a factor."""
-    return nn.Identity() if factor == 1.0 else Multiply(factor)
-
-
-def multiply_output(factor: nn.Module, y: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def multiply_output(factor: float, y: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Return a block's output and its bias, which is added later, times a factor."""
-    return factor(y), None if bias is None else factor(bias)
+    if factor == 1.0:
+        return y, bias
+    return y * factor, None if bias is None else bias * factor
 
 
 class MLP(nn.Module):
@@ -190,7 +175,7 @@ class MLP(nn.Module):
             skip_bias_add=True,
             width_ratio=config.width_ratio,
         )
-        self.multiply = multiplier((config.mlp_multipliers or (1.0, 1.0))[1])
+        self.factor = (config.mlp_multipliers or (1.0, 1.0))[1]
 
     def recompute_parts(self, config: RecomputeConfig, norm: nn.Module) -> None:
         """Let backward recompute the MLP with its norm, the activation or the norm, or the MLP in chunks."""
@@ -221,7 +206,7 @@ class MLP(nn.Module):
             sample_numbers: experts in the place of an MLP use them.
             positions: likewise.
         """
-        return BlockOutput(*multiply_output(self.multiply, self.transform(x), self.down.bias))
+        return BlockOutput(*multiply_output(self.factor, self.transform(x), self.down.bias))
 
     @wrap_point
     def transform(self, x: Tensor) -> Tensor:

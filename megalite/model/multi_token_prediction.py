@@ -33,9 +33,9 @@ from megalite.data.batch.microbatch import (
     later_real_token,
     later_token,
 )
+from megalite.model.embedding import multiplier
 from megalite.model.experts import names_of_terms
 from megalite.model.layer import TransformerLayer
-from megalite.model.mlp import multiplier
 from megalite.model.norm import build_norm
 from megalite.tensor_parallel.counter_random import Dropout
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_parameter
