@@ -6,7 +6,7 @@ import functools
 from pathlib import Path
 from typing import Any
 
-from megalite.utils.errors import UserError
+from megalite.utils.files import read_yaml_file
 
 
 @functools.cache
@@ -16,12 +16,7 @@ def read_table(path: str) -> Any:
     Raises:
         UserError: the YAML library is missing.
     """
-    try:
-        import yaml  # only a command line with such flags or files needs it
-    except ImportError:
-        raise UserError(f"{path} cannot be read without PyYAML: pip install pyyaml") from None
-    text = (Path(__file__).parent / path).read_text(encoding="utf-8")
-    return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    return read_yaml_file(path, str(Path(__file__).parent / path))
 
 
 def none_if_default(value: int | None, default: int) -> int | None:
