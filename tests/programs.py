@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from megalite.config import entry_point
@@ -55,39 +55,58 @@ def free_port() -> int:
             return port
 
 
+class StartedProgram:
+    """A program that runs beside its test, and ends with its ``with`` block at the latest.
+
+    Args:
+        line: path of the program in the repository, and its arguments.
+        outputs: two files, for its output and its errors; one that is named twice has both.
+    """
+
+    def __init__(self, line: Sequence[str], environment: Mapping[str, str], outputs: Sequence[Path]) -> None:
+        self.line, self._outputs = list(line), outputs
+        self.process = forked_with_torch(__name__).Process(target=_main, args=(line, environment, outputs))
+
+    def __enter__(self) -> StartedProgram:
+        self.process.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.process.kill()
+        self.process.join()
+
+    def ended(self, timeout: float = 600.0) -> subprocess.CompletedProcess[str]:
+        """Wait for its end, and return its status and what it has written."""
+        self.process.join(max(0.0, timeout))
+        if self.process.exitcode is None:
+            raise subprocess.TimeoutExpired(self.line, timeout)
+        texts = (output.read_text() for output in self._outputs)
+        return subprocess.CompletedProcess(self.line, self.process.exitcode, *texts)
+
+
 def _run(
     lines: Sequence[Sequence[str]], environments: Sequence[Mapping[str, str]], timeout: float
 ) -> list[subprocess.CompletedProcess[str]]:
-    context = forked_with_torch(__name__)
     deadline = time.monotonic() + timeout
-    with tempfile.TemporaryDirectory(prefix="megalite-program-") as folder:
-        outputs = [[f"{folder}/{name}_{rank}" for name in ("stdout", "stderr")] for rank in range(len(lines))]
-        starts = zip(lines, environments, outputs, strict=True)
-        processes = [context.Process(target=_main, args=each) for each in starts]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-        if late := [process for process in processes if process.is_alive()]:
-            for process in late:
-                process.kill()
-                process.join()
-            raise subprocess.TimeoutExpired(lines[0], timeout)
-        texts = [[Path(output).read_text() for output in pair] for pair in outputs]
-    return [
-        subprocess.CompletedProcess(line, process.exitcode or 0, *pair)
-        for line, process, pair in zip(lines, processes, texts, strict=True)
-    ]
+    with tempfile.TemporaryDirectory(prefix="megalite-program-") as folder, ExitStack() as stack:
+        programs = [
+            stack.enter_context(
+                StartedProgram(line, variables, [Path(folder, f"{name}_{rank}") for name in ("out", "err")])
+            )
+            for rank, (line, variables) in enumerate(zip(lines, environments, strict=True))
+        ]
+        return [program.ended(deadline - time.monotonic()) for program in programs]
 
 
-def _main(line: Sequence[str], environment: Mapping[str, str], outputs: Sequence[str]) -> None:
+def _main(line: Sequence[str], environment: Mapping[str, str], outputs: Sequence[Path]) -> None:
     for stream, output in zip((sys.stdout, sys.stderr), outputs, strict=True):
         stream.flush()
-        os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT), stream.fileno())
+        os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream.fileno())
     os.fsync = os.fstat  # as in tests/conftest.py
     gc.freeze()  # what the server has imported: a run's collections would visit it
     os.chdir(ROOT)
     os.environ.update(environment, CUDA_VISIBLE_DEVICES="")
+    tempfile.tempdir = None  # what the server has found in its own TMPDIR
     entry_point._SECONDS_FOR_THE_FIRST_RANK = 0.0  # no torchrun would end the first rank before it prints
     sys.argv = list(line)
     sys.path.insert(0, str((ROOT / line[0]).parent))
