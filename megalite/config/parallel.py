@@ -17,6 +17,7 @@ from megalite.config.option import (
     POSITIVE,
     SIZE,
     ZERO_STAGE,
+    AnyOf,
     Conflicts,
     OnResume,
     Range,
@@ -72,7 +73,14 @@ _OTHER_THAN_RING = Setting(
 )
 _PP = Setting("pipeline_model_parallel_size", ABOVE_ONE)
 _TP = Setting("tensor_model_parallel_size", ABOVE_ONE)
-_TP_OVERLAP = (_TP, Setting("fp8_format", (None,), "with --fp8-format no GEMM is split into parts"))
+_TP_OVERLAP = (
+    _TP,
+    AnyOf(
+        ("fp8_format", "fp8_recipe"),
+        "with --fp8-recipe tensorwise or delayed no GEMM is split: torch has no batched GEMM in 8 bits",
+        lambda value: value is None or value in FP8_BLOCKS,
+    ),
+)
 _ON_GPUS = Setting(
     "distributed_backend", ("auto", "nccl"), "ranks run on CPU cores (--distributed-backend gloo)"
 )

@@ -121,6 +121,9 @@ class Fp8Options:
                 ", which cuts a sample within blocks of its tokens: remove it, or pass --fp8-recipe "
                 "tensorwise"
             ),
+            Setting("tp_comm_overlap_method", ("symmetric_memory",)): (
+                ", whose operators gather a gradient and multiply it without rounding: pass chunks"
+            ),
         },
         _DELAYED: {
             "compile": ", whose graphs have no history of magnitudes: remove one",
@@ -155,6 +158,11 @@ class Fp8Options:
     def depends_on_micro_batch(self) -> bool:
         """Return whether another micro-batch size rounds to other numbers: a scale is of a whole tensor."""
         return self.fp8_format is not None and self.fp8_recipe == "tensorwise"
+
+    @property
+    def splits_gemms(self) -> bool:
+        """Return whether a GEMM may be computed in parts of its rows: torch has no such GEMM in 8 bits."""
+        return self.fp8_format is None or self.fp8_recipe in FP8_BLOCKS
 
     @property
     def fp8_copies(self) -> int:

@@ -213,8 +213,8 @@ class PlannedRun:
     @property
     def tp_comm_chunks(self) -> int:
         """Return the number of parts in which tensor-parallel collectives overlap with GEMMs."""
-        if self.config.training.fp8_format is not None:
-            return 1  # GEMMs of rounded operands are not split
+        if not self.config.training.splits_gemms:
+            return 1
         return self.config.parallel.tp_comm_chunks(self.tokens, "cuda")
 
     @cached_property

@@ -37,6 +37,7 @@ from torch import Tensor
 
 from megalite.config import ParallelConfig
 from megalite.config.parallel import TpCommOverlapMethod
+from megalite.config.training import Fp8Options
 from megalite.distributed.axis import Axis
 from megalite.distributed.collectives import (
     Pending,
@@ -128,11 +129,13 @@ class ChunkedCollectives(SeparateCollectives):
     Neither is the gather in the row layer's backward: its weight gradient needs the gathered gradient in
     order, and the planner expects that copying the parts costs more than the overlap saves.
 
+    Operands are rounded before they are split, and an input before it is gathered: by blocks within a row.
+
     With sequence parallelism, a part has the same positions of each rank's slice. A GEMM of a part is a batch
     of tp GEMMs that reads or writes these rows where they are.
 
     Args:
-        gemm: GEMMs in the dtype of the tensors. Those of rounded operands are not split.
+        gemm: rounds the operands; their GEMM is in the dtype of the tensors.
         num_chunks: number of parts; fewer if there are fewer positions.
     """
 
@@ -149,17 +152,22 @@ class ChunkedCollectives(SeparateCollectives):
         """Gather a part while the part before it is multiplied."""
         if not self.sequence_parallel:
             return super().forward_of_gathered(x, weight, bias)
-        return self._gather_and_multiply(x, weight.detach().t(), bias)
+        return self._gather_and_multiply(self.gemm.rounded_input(x), self._forward_matrix(weight), bias)
 
     def summed_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Sum a part while the part after it is multiplied."""
-        return self._multiply_and_sum(x, weight.detach().t(), bias).wait()
+        return self._multiply_and_sum(self.gemm.rounded_input(x), self._forward_matrix(weight), bias).wait()
 
     def start_summed_input_gradient(
         self, grad: Tensor, weight: Tensor, scales: tuple[Tensor, Tensor] | None
     ) -> PendingSum:
         """Sum a part while the part after it is multiplied."""
-        return self._multiply_and_sum(grad, weight, None)
+        matrix = self.gemm.rounded_weight(weight, sums_over_rows=True)
+        return self._multiply_and_sum(self.gemm.rounded_gradient(grad), matrix, None)
+
+    def _forward_matrix(self, weight: Tensor) -> Tensor:
+        """Return the rounded weight, ``[out, in]``, as ``[in, out]``."""
+        return self.gemm.rounded_weight(weight.detach(), sums_over_rows=False).t()
 
     def _gather_and_multiply(self, x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
         """Compute ``x matrix + bias``: ``[s/tp, b, k]`` and ``[k, n]`` -> ``[s, b, n]``."""
@@ -294,19 +302,23 @@ SEPARATE = Overlap()
 
 
 def choose_overlap(
-    parallel: ParallelConfig, topology: Topology, num_tokens: int, dtype: torch.dtype, *, is_fp8: bool
+    parallel: ParallelConfig,
+    topology: Topology,
+    num_tokens: int,
+    dtype: torch.dtype,
+    fp8: Fp8Options | None = None,
 ) -> Overlap:
     """Return how this run overlaps; every rank must call it.
 
     Args:
         num_tokens: tokens of a microbatch.
-        is_fp8: whether the layers' GEMMs have 8 or 4 bits.
+        fp8: options of the layers' GEMMs in 8 or 4 bits; None in other runs.
     """
     num_chunks = parallel.tp_comm_chunks(num_tokens, topology.device.type)
     if topology.tp.size == 1:
         return Overlap(reason="--tp 1")
-    if is_fp8:
-        return Overlap(reason="GEMMs in 8 or 4 bits are not split into parts")
+    if fp8 is not None and not fp8.splits_gemms:
+        return Overlap(reason=f"GEMMs of --fp8-recipe {fp8.fp8_recipe} are not split into parts")
     if num_chunks == 1:
         return Overlap(reason=parallel.why_tp_comm_is_not_split(num_tokens, topology.device.type))
     if parallel.tp_comm_overlap_method == "chunks":

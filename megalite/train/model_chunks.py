@@ -169,7 +169,7 @@ def _layer_context(config: Config, topology: Topology, resources: ChunkResources
             topology,
             config.microbatch_tokens,
             DTYPES[config.model.params_dtype],
-            is_fp8=config.training.fp8_format is not None,
+            config.training.fp8_options,
         ),
         cp_comm_type=config.parallel.cp_comm_type,
         moe_imbalance=config.parallel.planned_imbalance,

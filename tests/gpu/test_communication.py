@@ -24,7 +24,7 @@ pytestmark = [
 
 
 def _trial(topology: Topology, parallel: ParallelConfig) -> tuple[str, str]:
-    overlap = choose_overlap(parallel, topology, 8192, torch.bfloat16, is_fp8=False)
+    overlap = choose_overlap(parallel, topology, 8192, torch.bfloat16)
     return overlap.description, trial_problem(topology.tp, topology.device, torch.float32)
 
 

@@ -61,12 +61,15 @@ def _reference(model: str, recipe: Fp8Recipe, corpus: str) -> RunRecord:
         ("latent", "mxfp8", "tp2"),
         ("llama", "blockwise", "pp2zb"),
         ("llama", "nvfp4", "tp2mbs1+sp"),
+        ("llama", "mxfp8", "tp2+sp+overlap"),
+        ("llama", "nvfp4", "tp2+overlap"),
         ("llama", "nvfp4", "cp2"),
         ("llama", "delayed", "tp2mbs1+sp"),
         *(
             pytest.param(*row, marks=pytest.mark.slow)
             for row in (
                 ("llama", "mxfp8", "tp4+sp"),
+                ("llama", "mxfp8", "tp2pp2zb+sp+overlap"),
                 ("llama", "mxfp8", "cp2"),
                 ("llama", "nvfp4", "pp2zb"),
                 ("llama", "nvfp4", "tp2pp2dp2+zero3+full"),

@@ -13,7 +13,8 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory  # defines the operators
 
 from megalite.config import ParallelConfig
-from megalite.tensor_parallel.gemm_collectives import SEPARATE, Overlap, choose_overlap, trial_problem
+from megalite.config.training import Fp8Options
+from megalite.tensor_parallel.gemm_collectives import Overlap, choose_overlap, trial_problem
 from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megalite.utils import torch_private
 from tests.live_ranks import run_ranks
@@ -76,7 +77,7 @@ def on_ranks(topology):
             tp_comm_overlap_method=method,
             tp_comm_overlap_chunks=num_chunks,
         )
-        choice = choose_overlap(parallel, topology, 64, torch.float32, is_fp8=False)
+        choice = choose_overlap(parallel, topology, 64, torch.float32)
         choices[sequence_parallel, method, num_chunks] = choice
     return results, problems, choices
 
@@ -147,8 +148,20 @@ def test_number_of_parts(options, num_tokens, device, expected):
     assert parallel.tp_comm_chunks(num_tokens, device) == expected
 
 
-def test_fp8_does_not_overlap(one_rank):
-    assert (
-        choose_overlap(ParallelConfig(), one_rank, 8192, torch.bfloat16, is_fp8=True).method
-        is SEPARATE.method
-    )
+def recipes_on_ranks(topology, parallel):
+    recipes = {"e4m3": ("tensorwise", "delayed", "blockwise", "mxfp8"), "e2m1": ("nvfp4",)}
+    return {
+        recipe: choose_overlap(parallel, topology, 8192, torch.float32, Fp8Options(each, recipe))
+        for each, names in recipes.items()
+        for recipe in names
+    }
+
+
+def test_gemms_of_blocks_are_split():
+    parallel = ParallelConfig(tensor_model_parallel_size=2, tp_comm_overlap=True)
+    for choices in run_ranks(recipes_on_ranks, parallel.mesh, 2, parallel):
+        for recipe in ("blockwise", "mxfp8", "nvfp4"):
+            assert choices[recipe].method == "chunks"
+        for recipe in ("tensorwise", "delayed"):
+            assert choices[recipe].method is None
+            assert f"--fp8-recipe {recipe} are not split" in choices[recipe].description

@@ -70,6 +70,10 @@ def test_sides_are_multiples_of_16(line: str, world_size: int, named: str) -> No
         ("--fp8-recipe mxfp8 --compile", 1, "--compile with --emulate"),
         ("--fp8-recipe delayed --compile", 1, "graphs have no history"),
         ("--fp8-recipe delayed --fp8-param-gather --zero-stage 3", 2, "or remove --fp8-param-gather"),
+        (
+            "--fp8-recipe mxfp8 --tp 2 --sequence-parallel --tp-comm-overlap-method symmetric_memory",
+            *(2, "without rounding: pass chunks"),
+        ),
         ("--fp8-recipe mxfp8 --mlp-chunks-for-training 2", 1, "which cuts a sample within blocks"),
         ("--fp8-recipe nvfp4", 1, "for 4 bits pass --fp4-format e2m1 --fp4-recipe nvfp4"),
         ("--fp8-recipe nvfp4 --seq-length 40 --cp 2", 2, "must be a multiple of 16"),
