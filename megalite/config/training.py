@@ -127,12 +127,11 @@ class Fp8Options:
         },
         _DELAYED: {
             "compile": ", whose graphs have no history of magnitudes: remove one",
-            "fp8_param_gather": ": pass --fp8-recipe tensorwise, or remove --fp8-param-gather",
         },
         "fp8_param_gather": {
-            Setting("fp8_recipe", tuple(FP8_BLOCKS)): (
-                ", whose blocks the ranks that share a weight may cut: remove it, or pass --fp8-recipe "
-                "tensorwise"
+            Setting("fp8_recipe", ("mxfp8", "nvfp4")): (
+                ", which does not round a weight to the same 8 bits for both of its GEMMs: remove it, or "
+                "pass --fp8-recipe blockwise"
             ),
             "compile": ", whose graphs round weights of 16 bits: remove one",
         },

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from megalite.config import OptimizerConfig
 from megalite.distributed.axis import Axis
 from megalite.distributed.collectives import Pending
-from megalite.tensor_parallel.fp8 import fp8_weights_of
+from megalite.tensor_parallel.fp8 import gathered_gemm_of
 from megalite.tensor_parallel.parameter_spec import ParameterSpec, spec_of
 from megalite.tensor_parallel.placement import ParameterAxes
 
@@ -153,7 +153,7 @@ class Bucket:
         if main_dtype is not None:
             self.main = torch.zeros(shard_size, dtype=main_dtype, device=first.device)
             self.weight.untyped_storage().resize_(0)
-        if main_dtype is not None and fp8_weights_of(first) is not None:
+        if main_dtype is not None and gathered_gemm_of(first) is not None:
             self.numbers = torch.empty(self.size, dtype=torch.float8_e4m3fn, device=first.device)
             self.numbers.untyped_storage().resize_(0)
 
@@ -190,7 +190,7 @@ def make_buckets(
     """
 
     def key(parameter: nn.Parameter) -> tuple[ParameterKind, bool]:
-        return kind_of(parameter), fp8_weights_of(parameter) is not None
+        return kind_of(parameter), gathered_gemm_of(parameter) is not None
 
     backwards = list(named_parameters)[::-1]
     size = bucket_size or usual_bucket_size(sum(parameter.numel() for _, parameter in backwards))

@@ -30,7 +30,7 @@ from megalite.optim.state_storage import StateSize
 from megalite.optim.weight_gathering import ChunkModules, ShardedWeights, WeightGatherer, bucket_units
 from megalite.pipeline.schedules import SCHEDULES
 from megalite.tensor_parallel.counter_random import fill_initial
-from megalite.tensor_parallel.fp8 import fp8_weights_of
+from megalite.tensor_parallel.fp8 import gathered_gemm_of
 from megalite.tensor_parallel.parameter_spec import ParameterShard, num_used, spec_of
 from megalite.tensor_parallel.vocab_parallel import TiedWeight, sum_tied_embedding_grads
 from megalite.utils.torch_private import foreach_copy_, foreach_mul_
@@ -129,7 +129,7 @@ class Optimizer:
 
         def new_bucket(pairs: Sequence[tuple[str, nn.Parameter]]) -> Bucket:
             first = pairs[0][1]
-            is_sharded = self.shards_weights or fp8_weights_of(first) is not None
+            is_sharded = self.shards_weights or gathered_gemm_of(first) is not None
             main = main_dtype(self.dtype) if is_sharded else None
             return Bucket(pairs, replicas_of(first), kind_of=kind_of, main_dtype=main)
 
@@ -209,7 +209,6 @@ class Optimizer:
             buckets,
             keeps_rest=keeps_weights or self.topology.pp.size > 1,
             keeps_layers=keeps_weights,
-            tp=self.topology.tp,
             wait_for_reductions=self.reducer.wait_for_started if self.shards_weights else lambda: None,
             wait_for_update=None if self.offload is None else self._wait_for_update,
         )

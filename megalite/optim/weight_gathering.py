@@ -9,6 +9,7 @@ storage is resized: the parameters, their hooks and the views that autograd has 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +23,7 @@ from megalite.config import ParallelConfig
 from megalite.distributed.axis import Axis
 from megalite.distributed.collectives import Pending, all_reduce, flat_all_gather
 from megalite.optim.flat_buffers import Bucket, overlap
-from megalite.tensor_parallel.fp8 import E4M3, amax, fp8_weights_of, in_fp8
+from megalite.tensor_parallel.fp8 import Fp8, WeightPart, gathered_gemm_of
 
 FsdpUnit = tuple[nn.Module, Sequence[nn.Parameter]]
 """A module, and the parameters that forward uses from its call to the next unit's call."""
@@ -177,7 +178,7 @@ def bucket_units(
                 if parameter not in bucket_of:
                     name = replicas_of(parameter).name
                     is_later = splits_backward and parameter.dim() > 1
-                    part = name, parameter is tied, is_later, fp8_weights_of(parameter) is not None
+                    part = name, parameter is tied, is_later, gathered_gemm_of(parameter) is not None
                     parts.setdefault(part, []).append((name_of[parameter], parameter))
             for pairs in parts.values():
                 bucket_of.update(dict.fromkeys((each for _, each in pairs), new_bucket(pairs)))
@@ -215,7 +216,6 @@ class ShardedWeights:
         keeps_layers: keep the layers' weights full, too.
         wait_for_reductions: waits for the reductions of the previous microbatch, whose full gradients would
             otherwise stay in memory during this one's forward. Called after each layer's forward.
-        tp: ranks that hold slices of the same weights.
         wait_for_update: waits until a bucket's main weights are updated, if the host updates them
             concurrently; else None.
     """
@@ -225,20 +225,18 @@ class ShardedWeights:
         chunks: Sequence[ChunkModules],
         buckets: Sequence[Bucket],
         *,
-        tp: Axis,
         keeps_rest: bool,
         keeps_layers: bool,
         wait_for_reductions: Callable[[], object],
         wait_for_update: Callable[[Bucket], object] | None = None,
     ) -> None:
         self.keeps_layers = keeps_layers
-        self.tp = tp
         self.wait_for_reductions = wait_for_reductions
         self.wait_for_update = wait_for_update
         self._full: dict[Bucket, Pending] = {}
         """Buckets with memory, and their all-gathers."""
-        self._largest: dict[Bucket, Tensor] = {}
-        """Largest magnitudes of the weights of buckets in 8 bits, ``[entries]``, since the last update."""
+        self._scales: dict[Bucket, list[Tensor]] = {}
+        """Scales of each weight of the buckets in 8 bits, since the last update."""
         self._in_backward: dict[ShardedUnit, ShardedUnit | None] = {}
         """Layers that compute their backward, each with the layer whose backward follows."""
         self._for_backward = set[ShardedUnit]()
@@ -275,7 +273,7 @@ class ShardedWeights:
         """Free all weights: the main weights have changed, or are about to."""
         self._in_backward.clear()
         self._for_backward.clear()
-        self._largest.clear()
+        self._scales.clear()
         for bucket in list(self._full):
             self._free(bucket)
 
@@ -351,36 +349,47 @@ class ShardedWeights:
             if self.wait_for_update is not None:
                 self.wait_for_update(bucket)
             assert bucket.main is not None
-            gathered = bucket.weight if bucket.numbers is None else bucket.numbers
+            gemm = None if bucket.numbers is None else gathered_gemm_of(bucket.entries[0].parameter)
+            numbers = bucket.numbers if gemm is not None and gemm.rounds else None
+            gathered = bucket.weight if numbers is None else numbers
             gathered.untyped_storage().resize_(gathered.nbytes)
             own = gathered[bucket.shard]
-            if bucket.numbers is None:
+            if numbers is None:
                 own.copy_(bucket.main)  # rounded to the dtype of the weights
             else:
-                self._round(bucket, bucket.numbers, bucket.main)
+                self._round(bucket, numbers, bucket.main)
                 gathered, own = gathered.view(torch.uint8), own.view(torch.uint8)  # for gloo
             self._full[bucket] = flat_all_gather(gathered, own, bucket.replicas.shard, of="weights")
 
     def _round(self, bucket: Bucket, numbers: Tensor, main: Tensor) -> None:
         """Round this rank's shard of a bucket to 8 bits, as GEMMs would round the whole weights."""
         wide = main.to(bucket.weight.dtype)  # as it would be gathered
-        start = bucket.shard.start
-        shares = [overlap(slice(each.start, each.end), bucket.shard) for each in bucket.entries]
-        owned = {n: slice(s.start - start, s.stop - start) for n, s in enumerate(shares) if s.start < s.stop}
-        largest = self._largest.get(bucket)
-        if largest is None:
-            largest = torch.zeros(len(shares), dtype=torch.float32, device=main.device)
-            for number, part in owned.items():
-                largest[number] = amax(wide[part])
-            for axis in (bucket.replicas.shard, self.tp):
-                all_reduce(largest, axis, dist.ReduceOp.MAX, of="largest weights")
-            self._largest[bucket] = largest
-        for number, part in owned.items():
-            numbers[bucket.shard][part].copy_(in_fp8(wide[part], E4M3, largest[number]).numbers)
+        gemms = [gemm for each in bucket.entries if (gemm := gathered_gemm_of(each.parameter)) is not None]
+        owned: dict[int, tuple[slice, WeightPart]] = {}  # by the number of the entry
         for number, entry in enumerate(bucket.entries):
-            weights = fp8_weights_of(entry.parameter)
-            assert weights is not None
-            weights.set_gathered(entry.parameter, largest[number], numbers[entry.start : entry.end])
+            share = overlap(slice(entry.start, entry.end), bucket.shard)
+            if share.start < share.stop:
+                own = slice(share.start - bucket.shard.start, share.stop - bucket.shard.start)
+                part = WeightPart(wide[own], share.start - entry.start, entry.parameter.shape)
+                owned[number] = own, part
+        if bucket not in self._scales:
+            shapes = [
+                gemm.scale_shape(each.parameter.shape)
+                for gemm, each in zip(gemms, bucket.entries, strict=True)
+            ]
+            sizes = [math.prod(shape) for shape in shapes]
+            flat = torch.zeros(sum(sizes), dtype=torch.float32, device=main.device)
+            scales = [scale.view(shape) for scale, shape in zip(flat.split(sizes), shapes, strict=True)]
+            for number, (_, part) in owned.items():
+                scales[number].copy_(gemms[number].scale_of_part(part))
+            for axis in (bucket.replicas.shard, *gemms[0].scale_axes):
+                all_reduce(flat, axis, dist.ReduceOp.MAX, of="scales of weights")
+            self._scales[bucket] = scales
+        scales = self._scales[bucket]
+        for number, (own, part) in owned.items():
+            numbers[bucket.shard][own].copy_(gemms[number].round_part(part, scales[number]))
+        for gemm, entry, scale in zip(gemms, bucket.entries, scales, strict=True):
+            gemm.weights.set_gathered(entry.parameter, Fp8(numbers[entry.start : entry.end], scale))
 
     def _finish(self, bucket: Bucket) -> None:
         pending = self._full[bucket]
@@ -395,6 +404,4 @@ class ShardedWeights:
     def _free(self, bucket: Bucket) -> None:
         if bucket in self._full:
             self._finish(bucket)  # the memory must not be reused before the all-gather has written it
-            del self._full[bucket]
-            gathered = bucket.weight if bucket.numbers is None else bucket.numbers
-            gathered.untyped_storage().resize_(0)
+            self._full.pop(bucket).tensor.untyped_storage().resize_(0)

@@ -45,12 +45,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megalite.config.training import FP8_BLOCKS
-from megalite.distributed.axis import HeldPositions, range_positions
+from megalite.distributed.axis import Axis, HeldPositions, range_positions
 from megalite.distributed.topology import Topology
 from megalite.kernels import site_key
 from megalite.kernels.library import like_first, one_operator
 from megalite.kernels.philox import random_words
-from megalite.tensor_parallel.fp8 import DTYPES, E2M1, Fp8Settings
+from megalite.tensor_parallel.fp8 import DTYPES, E2M1, Fp8, Fp8Settings, WeightPart
 from megalite.tensor_parallel.gemm import RoundedGemm
 from megalite.tensor_parallel.parameter_spec import spec_of
 from megalite.tensor_parallel.placement import Box
@@ -77,10 +77,8 @@ def round_in_blocks(
         uniform: see `round_to_e2m1`.
     """
     n, k = x.shape[-2:]
-    if n % rows or k % columns:
-        x = F.pad(x, (0, -k % columns, 0, -n % rows))
-    blocks = x.unflatten(-1, (-1, columns)).unflatten(-3, (-1, rows))  # [..., n/r, r, k/c, c]
-    largest = blocks.abs().amax(-1, keepdim=True).amax(-3, keepdim=True)
+    blocks = _in_blocks(x, rows, columns)
+    largest = _largest_in(blocks)
     if dtype == E2M1:
         rounded = round_to_e2m1(blocks, largest, uniform)
     else:
@@ -88,7 +86,25 @@ def round_in_blocks(
         scale = torch.ldexp(one, exponents).where(largest.isfinite(), torch.nan)
         codes = (blocks * torch.ldexp(one, -exponents)).to(dtype)
         rounded = _decoded(codes, x.dtype) * scale
-    return rounded.flatten(-2).flatten(-3, -2)[..., :n, :k]
+    return _joined(rounded)[..., :n, :k]
+
+
+def _in_blocks(x: Tensor, rows: int, columns: int) -> Tensor:
+    """Split ``[..., n, k]`` into blocks, ``[..., n/r, r, k/c, c]``, the last ones with zeros."""
+    n, k = x.shape[-2:]
+    if n % rows or k % columns:
+        x = F.pad(x, (0, -k % columns, 0, -n % rows))
+    return x.unflatten(-1, (-1, columns)).unflatten(-3, (-1, rows))
+
+
+def _joined(blocks: Tensor) -> Tensor:
+    """Join blocks ``[..., n/r, r, k/c, c]`` to ``[..., n, k]``."""
+    return blocks.flatten(-2).flatten(-3, -2)
+
+
+def _largest_in(blocks: Tensor) -> Tensor:
+    """Return the largest magnitude of each block, ``[..., n/r, 1, k/c, 1]``."""
+    return blocks.abs().amax(-1, keepdim=True).amax(-3, keepdim=True)
 
 
 def round_to_e2m1(blocks: Tensor, largest: Tensor, uniform: Tensor | None) -> Tensor:
@@ -132,11 +148,14 @@ def scale_exponents(largest: Tensor, dtype: torch.dtype) -> Tensor:
 class BlockGemm(RoundedGemm):
     """GEMMs whose operands are rounded in blocks."""
 
+    rounds = True
+
     def __init__(self, settings: Fp8Settings) -> None:
         self.blocks = FP8_BLOCKS[settings.recipe]
         self.dtype, self.gradient_dtype = DTYPES[settings.fp8_format]
         self.weights = settings.weights
         self.rounds_weight_gradients = settings.rounds_weight_gradients
+        self.scale_axes: tuple[Axis, ...] = ()  # no axis cuts a block
 
     def rounded_input(self, x: Tensor) -> Tensor:
         """Round blocks along the features of ``[..., in]``."""
@@ -152,10 +171,51 @@ class BlockGemm(RoundedGemm):
         transposes = sums_over_rows and size != rows  # square blocks are the same for both GEMMs
 
         def compute() -> Tensor:
+            if (gathered := self.weights.of(weight).gathered) is not None:
+                return self._decode(gathered, weight.dtype)
             rounded = round_in_blocks(weight.mT if transposes else weight, self.dtype, rows, size)
             return rounded.mT if transposes else rounded
 
         return self.weights.keep(weight, transposes, compute)
+
+    def scale_shape(self, shape: torch.Size) -> tuple[int, ...]:
+        """Return the numbers of rows and columns of blocks."""
+        size, rows = self.blocks
+        return -(-math.prod(shape[:-1]) // rows), -(-shape[-1] // size)
+
+    def scale_of_part(self, part: WeightPart) -> Tensor:
+        """Return the scales that a part of each block needs; infinity for those of infinities and NaNs."""
+        blocks, own, _ = self._blocks_of(part)
+        largest = _largest_in(blocks)[:, 0, :, 0]
+        scale = torch.zeros(self.scale_shape(part.shape), device=largest.device)
+        powers = torch.ldexp(torch.ones_like(scale[own]), scale_exponents(largest, self.dtype))
+        scale[own] = powers.where(largest.isfinite(), torch.inf)
+        return scale
+
+    def round_part(self, part: WeightPart, scale: Tensor) -> Tensor:
+        """Return the elements of a part in E4M3, with the scales of the weight's blocks."""
+        blocks, own, before = self._blocks_of(part)
+        factors = scale[own, None, :, None].reciprocal().to(blocks.dtype)
+        codes = _joined((blocks * factors).to(self.dtype))[:, : part.shape[-1]]
+        return codes.flatten()[before : before + len(part.numbers)]
+
+    def _blocks_of(self, part: WeightPart) -> tuple[Tensor, slice, int]:
+        """Return the rows of blocks that have a part, these rows' numbers, and the elements before the part.
+
+        Elements of other parts are zeros.
+        """
+        size, rows = self.blocks
+        first, before = divmod(part.start, height := rows * part.shape[-1])
+        whole = F.pad(part.numbers, (before, -(before + len(part.numbers)) % height))
+        blocks = _in_blocks(whole.view(-1, part.shape[-1]), rows, size)
+        return blocks, slice(first, first + len(blocks)), before
+
+    def _decode(self, gathered: Fp8, dtype: torch.dtype) -> Tensor:
+        """Return what the codes of a weight ``[out, in]`` mean."""
+        size, rows = self.blocks
+        n, k = gathered.numbers.shape
+        scale = gathered.scale.where(gathered.scale.isfinite(), torch.nan).to(dtype)[:, None, :, None]
+        return _joined(_in_blocks(_decoded(gathered.numbers, dtype), rows, size) * scale)[:n, :k]
 
     def weight_gradient_operands(self, grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """Round ``[s, b, out]`` and ``[s, b, in]`` in blocks of the tokens of each sample."""

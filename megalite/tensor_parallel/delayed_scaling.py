@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megalite.distributed.axis import Axis
 from megalite.distributed.collectives import all_reduce
 from megalite.distributed.topology import Topology
 from megalite.kernels.library import at_run_time, one_operator
@@ -31,6 +32,7 @@ from megalite.tensor_parallel.fp8 import (
     E4M3,
     Fp8,
     Fp8Settings,
+    WeightPart,
     amax,
     emulated_gemm,
     in_fp8,
@@ -90,6 +92,7 @@ class DelayedGemm(RoundedGemm):
         self.measured = self.history[0].unbind()
         self._range = 2.0**settings.margin
         self._has_history = False
+        self.scale_axes: tuple[Axis, ...] = ()  # the history is of all ranks
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Compute ``x weight^T + bias``: ``[s, b, in]`` and ``[out, in]`` -> ``[s, b, out]``."""
@@ -99,7 +102,8 @@ class DelayedGemm(RoundedGemm):
             self._measure(weight, _WEIGHT)
             return WIDE.forward(x, weight, bias)
         rows, own_bias = x.detach().flatten(0, -2), None if bias is None else bias.detach()
-        rounded = self.weights.keep(weight, False, lambda: self._rounded(weight, _WEIGHT, E4M3))
+        if (rounded := self._gathered(weight)) is None:
+            rounded = self.weights.keep(weight, False, lambda: self._rounded(weight, _WEIGHT, E4M3))
         y = self.multiply(self._rounded(rows, _INPUT, E4M3), rounded, own_bias, x.dtype, is_fast=True)
         return with_rows_of(x, y)
 
@@ -108,9 +112,41 @@ class DelayedGemm(RoundedGemm):
         if not self.has_history:
             self._measure(grad, _GRADIENT)
             return WIDE.input_gradient(grad, weight, None)
-        rounded = self.weights.keep(weight, True, lambda: in_fp8(weight.t(), E4M3, self._largest_of(_WEIGHT)))
+        gathered = self._gathered(weight)
+
+        def transposed() -> Fp8:
+            return gathered.transposed() if gathered else in_fp8(weight.t(), E4M3, self._largest_of(_WEIGHT))
+
+        rounded = self.weights.keep(weight, True, transposed)
         left = self._rounded(grad.flatten(0, -2), _GRADIENT, self.gradient_dtype)
         return with_rows_of(grad, self.multiply(left, rounded, None, grad.dtype, is_fast=False))
+
+    @property
+    def rounds(self) -> bool:
+        """Return whether scales are known."""
+        return self.has_history
+
+    def scale_shape(self, shape: torch.Size) -> tuple[int, ...]:
+        """Return the shape of a scale and the largest magnitude."""
+        return (2,)
+
+    def scale_of_part(self, part: WeightPart) -> Tensor:
+        """Return the scale, NaN if the part is not finite, and the largest magnitude of the part."""
+        own = amax(part.numbers)
+        return torch.stack((scale_of(self._largest_of(_WEIGHT), E4M3) + (own - own), own))
+
+    def round_part(self, part: WeightPart, scale: Tensor) -> Tensor:
+        """Return the elements of a part in E4M3."""
+        return round_tensor(part.numbers, scale[0].reciprocal(), E4M3)
+
+    def _gathered(self, weight: Tensor) -> Fp8 | None:
+        """Return a weight that was gathered in 8 bits, and measure it."""
+        gathered = self.weights.of(weight).gathered
+        if gathered is None:
+            return None
+        scale, largest = gathered.scale
+        torch.maximum(self.measured[_WEIGHT], largest, out=self.measured[_WEIGHT])
+        return Fp8(gathered.numbers, scale)
 
     @property
     def has_history(self) -> bool:

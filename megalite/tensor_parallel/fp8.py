@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -46,6 +46,10 @@ class Fp8(NamedTuple):
 
     numbers: Tensor
     scale: Tensor
+
+    def transposed(self) -> Fp8:
+        """Return the transposed matrix, contiguous."""
+        return Fp8(self.numbers.t().contiguous(), self.scale)
 
 
 @one_operator("(Tensor x) -> Tensor", lambda x: x.new_empty((), dtype=torch.float32))
@@ -114,13 +118,13 @@ class Fp8Weight:
         weight: the weight. While this object holds it, no other weight is at its place in memory.
         largest: largest magnitude over the ranks of tp; None if it has not been measured.
         copies: copies in 8 bits, by whether they are transposed. What a copy is depends on the recipe.
-        is_gathered: it was gathered in 8 bits, and has no other memory.
+        gathered: the weight in 8 bits if it was gathered in them, and has no other memory.
     """
 
     weight: Tensor
     largest: Tensor | None = None
     copies: dict[bool, Any] = field(default_factory=dict)
-    is_gathered: bool = False
+    gathered: Fp8 | None = None
 
 
 class Fp8Weights:
@@ -133,16 +137,11 @@ class Fp8Weights:
     def __init__(self) -> None:
         self._known: dict[tuple[int, int], Fp8Weight] | None = None
         self._keeps_copies = False
-        self._gathered: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # largest and numbers
+        self._gathered: dict[tuple[int, int], Fp8] = {}
 
-    def set_gathered(self, weight: Tensor, largest: Tensor, numbers: Tensor) -> None:
-        """Let GEMMs use these numbers for a weight, which has no memory of its own.
-
-        Args:
-            largest: its largest magnitude over the ranks of tp.
-            numbers: E4M3, ``[out in]``.
-        """
-        self._gathered[_place(weight)] = largest, numbers
+    def set_gathered(self, weight: Tensor, gathered: Fp8) -> None:
+        """Let GEMMs use these numbers, E4M3 ``[out in]``, for a weight, which has no memory of its own."""
+        self._gathered[_place(weight)] = gathered
 
     @contextmanager
     def iteration(self, *, keeps_copies: bool) -> Iterator[None]:
@@ -163,11 +162,10 @@ class Fp8Weights:
             return Fp8Weight(weight)
         place, known = _place(weight), {} if self._known is None else self._known
         if place not in known:
-            known[place] = Fp8Weight(weight)
-            if gathered := self._gathered.get(place):
-                largest, numbers = gathered
-                copy = Fp8(numbers.view(weight.shape), scale_of(largest, E4M3))
-                known[place] = Fp8Weight(weight, largest, {False: copy}, is_gathered=True)
+            gathered = self._gathered.get(place)
+            if gathered is not None:
+                gathered = Fp8(gathered.numbers.view(weight.shape), gathered.scale)
+            known[place] = Fp8Weight(weight, gathered=gathered)
         return known[place]
 
     def keep(self, weight: Tensor, is_transposed: bool, compute: Callable[[], T]) -> T:
@@ -183,14 +181,53 @@ def _place(weight: Tensor) -> tuple[int, int]:
     return storage_number(weight.untyped_storage()), int(weight.storage_offset())
 
 
-def gather_in_8_bits(weight: nn.Parameter, weights: Fp8Weights) -> None:
-    """Let ZeRO gather a weight in 8 bits, for `weights`."""
-    weight.fp8_weights = weights  # type: ignore[attr-defined]
+class WeightPart(NamedTuple):
+    """Consecutive elements of a rank's weight, which this replica owns.
+
+    Attributes:
+        numbers: the elements, ``[n]``.
+        start: index of the first one in the flat weight.
+        shape: ``[..., out, in]`` of the weight.
+    """
+
+    numbers: Tensor
+    start: int
+    shape: torch.Size
 
 
-def fp8_weights_of(weight: nn.Parameter) -> Fp8Weights | None:
-    """Return what gets a weight that is gathered in 8 bits; None for other weights."""
-    return getattr(weight, "fp8_weights", None)
+class GatheredGemm(Protocol):
+    """GEMM whose weights the ranks that own parts of them can round, to the numbers of the whole weight.
+
+    Attributes:
+        weights: gets the gathered weights.
+        scale_axes: axes, besides the owners', over which a scale is the largest.
+    """
+
+    weights: Fp8Weights
+    scale_axes: tuple[Axis, ...]
+
+    @property
+    def rounds(self) -> bool:
+        """Return whether GEMMs of this iteration round; otherwise weights are gathered as they are."""
+
+    def scale_shape(self, shape: torch.Size) -> tuple[int, ...]:
+        """Return the shape of the scales of a weight ``[..., out, in]``."""
+
+    def scale_of_part(self, part: WeightPart) -> Tensor:
+        """Return the scales that a part needs, those of a weight being the largest; 0 without elements."""
+
+    def round_part(self, part: WeightPart, scale: Tensor) -> Tensor:
+        """Return the elements of a part in E4M3, with the scales of the weight."""
+
+
+def gather_in_8_bits(weight: nn.Parameter, gemm: GatheredGemm) -> None:
+    """Let ZeRO gather a weight in 8 bits, for the GEMMs that read it."""
+    weight.gathered_gemm = gemm  # type: ignore[attr-defined]
+
+
+def gathered_gemm_of(weight: nn.Parameter) -> GatheredGemm | None:
+    """Return the GEMMs that read a weight that is gathered in 8 bits; None for other weights."""
+    return getattr(weight, "gathered_gemm", None)
 
 
 class BackwardSamples:
@@ -238,17 +275,23 @@ class TensorwiseGemm(RoundedGemm):
         tp: the axis that the layers' tensors are sharded along.
     """
 
+    rounds = True
+
     def __init__(self, settings: Fp8Settings, tp: Axis) -> None:
         _, self.gradient_dtype = DTYPES[settings.fp8_format]
         self.weights = settings.weights
         self.multiply = emulated_gemm if settings.emulates else scaled_gemm
         self.tp = tp
+        self.scale_axes: tuple[Axis, ...] = (tp,)
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Compute ``x weight^T + bias``: ``[s, b, in]`` and ``[out, in]`` -> ``[s, b, out]``."""
         rows, weight = x.detach().flatten(0, -2), weight.detach()
         largest_x, largest_weight = self.scales(rows, weight)
-        weight_in_fp8 = self.weights.keep(weight, False, lambda: in_fp8(weight, E4M3, largest_weight))
+        gathered = self.weights.of(weight).gathered
+        weight_in_fp8 = gathered or self.weights.keep(
+            weight, False, lambda: in_fp8(weight, E4M3, largest_weight)
+        )
         own_bias = None if bias is None else bias.detach()
         y = self.multiply(in_fp8(rows, E4M3, largest_x), weight_in_fp8, own_bias, x.dtype, is_fast=True)
         return with_rows_of(x, y)
@@ -256,6 +299,8 @@ class TensorwiseGemm(RoundedGemm):
     def scales(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Return the largest magnitudes of an operand and a weight over tp, whose ranks may hold slices."""
         known = self.weights.of(weight)
+        if known.gathered is not None:
+            known.largest = known.gathered.scale  # a number that rounds nothing
         if known.largest is not None:
             (largest_x,) = self._largest(x)
             return largest_x, known.largest
@@ -274,12 +319,24 @@ class TensorwiseGemm(RoundedGemm):
         known = self.weights.of(weight)
 
         def transposed() -> Fp8:
-            if known.is_gathered:
-                return Fp8(known.copies[False].numbers.t().contiguous(), known.copies[False].scale)
+            if known.gathered is not None:
+                return known.gathered.transposed()
             return in_fp8(weight.t(), E4M3, largest_weight)
 
         weight_in_fp8 = self.weights.keep(weight, True, transposed)
         return with_rows_of(grad, self.multiply(grad_in_fp8, weight_in_fp8, None, grad.dtype, is_fast=False))
+
+    def scale_shape(self, shape: torch.Size) -> tuple[int, ...]:
+        """Return the shape of one number."""
+        return ()
+
+    def scale_of_part(self, part: WeightPart) -> Tensor:
+        """Return the scale that a part needs."""
+        return scale_of(amax(part.numbers), E4M3)
+
+    def round_part(self, part: WeightPart, scale: Tensor) -> Tensor:
+        """Return the elements of a part in E4M3, with the scale of the weight."""
+        return round_tensor(part.numbers, scale.reciprocal(), E4M3)
 
     def _largest(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         return all_reduce(torch.stack([amax(x) for x in tensors]), self.tp, dist.ReduceOp.MAX).unbind()

@@ -29,7 +29,7 @@ from megalite.optim.optimizer import Optimizer
 from megalite.optim.post_step_hooks import ExpertBalance, MeasuredHeads, PostStepHook, QKClip
 from megalite.optim.weight_gathering import ChunkModules
 from megalite.pipeline.schedules import SCHEDULES
-from megalite.tensor_parallel.block_scaling import name_gemms
+from megalite.tensor_parallel.block_scaling import BlockGemm, name_gemms
 from megalite.tensor_parallel.delayed_scaling import DelayedGemm, ScaleHistory
 from megalite.tensor_parallel.fp8 import (
     BackwardSamples,
@@ -148,8 +148,10 @@ def build_chunks(
     if gathers_in_8_bits and resources.fp8_weights is not None:
         kinds = ColumnParallelLinear, RowParallelLinear
         for module in (module for chunk in chunks for module in chunk.modules()):
-            if isinstance(module, kinds) and isinstance(module.context.gemm, TensorwiseGemm):
-                gather_in_8_bits(module.weight, resources.fp8_weights)
+            if isinstance(module, kinds):
+                gemm = module.context.gemm
+                if isinstance(gemm, TensorwiseGemm | DelayedGemm | BlockGemm):
+                    gather_in_8_bits(module.weight, gemm)
     return chunks
 
 

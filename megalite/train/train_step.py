@@ -243,7 +243,7 @@ class TrainStep:
         self.optimizer = optimizer
         self.load = load
         self.fp8_weights = fp8_weights
-        self.caches_fp8_weights = run.config.training.fp8_weight_cache
+        self.caches_fp8_weights = run.config.training.fp8_weight_cache and not optimizer.shards_weights
         self.before_update = [before_update]
         self.plan_iteration = IterationPlanner(run.config, run.topology.sample_ranks.size)
         self.check = AnomalyCheck(run.config.training)

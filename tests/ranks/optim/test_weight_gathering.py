@@ -9,6 +9,7 @@ iteration; and so it is of every weight if gathered weights are kept.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
@@ -27,6 +28,7 @@ from megalite.config import (
     TrainingConfig,
     check_config,
 )
+from megalite.config.training import Fp8Recipe
 from megalite.data.batch.microbatch import Microbatch
 from megalite.distributed.axis import observing
 from megalite.distributed.topology import Topology
@@ -34,6 +36,7 @@ from megalite.observe.verify.compare_runs import TOLERANCES, compare
 from megalite.optim.flat_buffers import ALIGNMENT
 from megalite.pipeline.schedules import Action
 from megalite.plan.rank_plan import RankPlan
+from megalite.tensor_parallel.fp8 import gathered_gemm_of
 from megalite.train.trainer import Trainer, start_trainer
 from tests.live_bytes import LiveBytes
 from tests.live_ranks import record_run, run_ranks
@@ -164,18 +167,20 @@ def traffic_in_8_bits(topology: Topology, config: Config) -> tuple[Counter, int,
         calls = {call: count for call, count in by_bytes(counted.calls).items() if call[0] == "dp"}
     planned = RankPlan(config, topology, None, dp).run.gathered_in_8_bits(0)
     assert planned == sum(each.numel() for each in matrices)
-    return Counter(calls), padded(matrices, dp), padded(vectors, dp), left, len(matrices)
+    sizes = [gathered_gemm_of(each).scale_shape(each.shape) for each in matrices]
+    return Counter(calls), padded(matrices, dp), padded(vectors, dp), left, sum(map(math.prod, sizes))
 
 
-def test_matrices_in_8_bits_are_half_the_bytes() -> None:
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise", "delayed"])
+def test_matrices_in_8_bits_are_half_the_bytes(recipe: Fp8Recipe) -> None:
     config = config_of(2, replace(MODEL, params_dtype="bf16"))
     in_8_bits = {"fp8_format": "hybrid", "emulate": True, "fp8_param_gather": True}
-    config = replace(config, training=replace(config.training, **in_8_bits))
+    config = replace(config, training=replace(config.training, **in_8_bits, fp8_recipe=recipe))
     for calls, matrices, vectors, left, count in run_ranks(traffic_in_8_bits, config.mesh, 2, config):
         assert calls["dp", "all-gather", matrices] == 2 * LAYERS * MICROBATCHES
         assert calls["dp", "all-gather", vectors * 2] == 2 * LAYERS * MICROBATCHES
         assert calls["dp", "all-gather", matrices * 2] == 0
-        assert calls["dp", "all-reduce", 4 * count] == LAYERS  # the largest magnitudes, once an iteration
+        assert calls["dp", "all-reduce", 4 * count] == LAYERS  # what sets the scales, once an iteration
         assert left == 0
 
 

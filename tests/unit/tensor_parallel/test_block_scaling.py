@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -11,8 +13,8 @@ from torch import Tensor, nn
 from megalite.config import TrainingConfig
 from megalite.config.training import FP8_BLOCKS
 from megalite.distributed.topology import Topology
-from megalite.tensor_parallel.block_scaling import round_in_blocks
-from megalite.tensor_parallel.fp8 import E4M3, E5M2, Fp8Settings, Fp8Weights, check_device
+from megalite.tensor_parallel.block_scaling import BlockGemm, round_in_blocks
+from megalite.tensor_parallel.fp8 import E4M3, E5M2, Fp8, Fp8Settings, Fp8Weights, WeightPart, check_device
 from megalite.tensor_parallel.linear import LinearContext, column_linear
 from megalite.tensor_parallel.parameter_spec import LayerContext
 from megalite.utils.errors import UserError
@@ -125,3 +127,29 @@ def test_a_device_needs_kernels_or_emulation() -> None:
     with pytest.raises(UserError, match=r"--fp8-recipe mxfp8: megalite has no GPU kernels .* pass --emulate"):
         check_device(torch.device("cpu"), training)
     check_device(torch.device("cpu"), TrainingConfig(fp8_format="hybrid", fp8_recipe="mxfp8", emulate=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("cuts", [(), (1,), (5000, 5001), (128 * 330, 40000, 200 * 330)], ids=str)
+@pytest.mark.parametrize("value", [1.0, float("inf"), float("nan")])
+def test_parts_of_a_weight_are_rounded_like_the_whole(
+    dtype: torch.dtype, cuts: tuple[int, ...], value: float
+) -> None:
+    """Cut a weight inside of rows and blocks, with a number of any kind in the block of a corner."""
+    weight = _spread(2, 150, 330, seed=1).to(dtype)
+    weight[0, 127, 329] = value
+    gemm = BlockGemm(Fp8Settings("hybrid", "blockwise"))
+    ends = [0, *sorted(cuts), weight.numel()]
+    parts = [
+        WeightPart(weight.flatten()[start:end], start, weight.shape)
+        for start, end in itertools.pairwise(ends)
+    ]
+    scale = torch.stack([gemm.scale_of_part(part) for part in parts]).amax(0)
+    numbers = torch.cat([gemm.round_part(part, scale) for part in parts])
+    matrix = weight.flatten(0, 1)
+    gemm.weights.set_gathered(matrix, Fp8(numbers, scale))
+    found = gemm.rounded_weight(matrix, sums_over_rows=False)
+    expected = round_in_blocks(matrix, E4M3, 128, 128)
+    assert expected.isnan().sum() == (0 if value == 1.0 else 128 * (330 - 256))
+    assert found.dtype == dtype
+    torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0, equal_nan=True)
