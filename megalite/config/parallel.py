@@ -17,14 +17,13 @@ from megalite.config.option import (
     POSITIVE,
     SIZE,
     ZERO_STAGE,
-    AnyOf,
     Conflicts,
     OnResume,
     Range,
     Setting,
     option,
 )
-from megalite.config.training import FP8_BLOCKS
+from megalite.config.training import FP8_BLOCKS, SPLITS_GEMMS
 from megalite.distributed.axes import AXES, CONTEXT, EXPERTS, MeshOptions, MeshSpec
 from megalite.pipeline.schedules import ScheduleName
 
@@ -73,14 +72,7 @@ _OTHER_THAN_RING = Setting(
 )
 _PP = Setting("pipeline_model_parallel_size", ABOVE_ONE)
 _TP = Setting("tensor_model_parallel_size", ABOVE_ONE)
-_TP_OVERLAP = (
-    _TP,
-    AnyOf(
-        ("fp8_format", "fp8_recipe"),
-        "with --fp8-recipe tensorwise or delayed no GEMM is split: torch has no batched GEMM in 8 bits",
-        lambda value: value is None or value in FP8_BLOCKS,
-    ),
-)
+_TP_OVERLAP = (_TP, SPLITS_GEMMS)
 _ON_GPUS = Setting(
     "distributed_backend", ("auto", "nccl"), "ranks run on CPU cores (--distributed-backend gloo)"
 )

@@ -18,6 +18,7 @@ from megalite.config.option import (
     POSITIVE,
     SEED,
     SIZE,
+    AnyOf,
     Conflicts,
     OnResume,
     Range,
@@ -45,6 +46,12 @@ class Blocks(NamedTuple):
 
 FP8_BLOCKS = {"blockwise": Blocks(128, 128), "mxfp8": Blocks(32, 1), "nvfp4": Blocks(16, 16)}
 """Blocks by fp8_recipe; tensorwise and delayed have none."""
+SPLITS_GEMMS = AnyOf(
+    ("fp8_format", "fp8_recipe"),
+    "with --fp8-recipe tensorwise or delayed no GEMM is split: torch has no batched GEMM in 8 bits",
+    lambda value: value is None or value in FP8_BLOCKS,
+)
+"""Condition that a GEMM may be computed in parts of its rows."""
 
 _WIDE_EXPERTS = "GEMMs in the dtype of the model; --fp8-recipe blockwise and mxfp8 round operands too"
 EXPERT_NOTES = {
@@ -160,8 +167,8 @@ class Fp8Options:
 
     @property
     def splits_gemms(self) -> bool:
-        """Return whether a GEMM may be computed in parts of its rows: torch has no such GEMM in 8 bits."""
-        return self.fp8_format is None or self.fp8_recipe in FP8_BLOCKS
+        """Return whether a GEMM may be computed in parts of its rows."""
+        return SPLITS_GEMMS.is_met_in(vars(self))
 
     @property
     def fp8_copies(self) -> int:

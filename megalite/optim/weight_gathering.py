@@ -23,7 +23,7 @@ from megalite.config import ParallelConfig
 from megalite.distributed.axis import Axis
 from megalite.distributed.collectives import Pending, all_reduce, flat_all_gather
 from megalite.optim.flat_buffers import Bucket, overlap
-from megalite.tensor_parallel.fp8 import Fp8, WeightPart, gathered_gemm_of
+from megalite.tensor_parallel.fp8 import Fp8, GatheredGemm, WeightPart, gathered_gemm_of
 
 FsdpUnit = tuple[nn.Module, Sequence[nn.Parameter]]
 """A module, and the parameters that forward uses from its call to the next unit's call."""
@@ -373,18 +373,9 @@ class ShardedWeights:
                 part = WeightPart(wide[own], share.start - entry.start, entry.parameter.shape)
                 owned[number] = own, part
         if bucket not in self._scales:
-            shapes = [
-                gemm.scale_shape(each.parameter.shape)
-                for gemm, each in zip(gemms, bucket.entries, strict=True)
-            ]
-            sizes = [math.prod(shape) for shape in shapes]
-            flat = torch.zeros(sum(sizes), dtype=torch.float32, device=main.device)
-            scales = [scale.view(shape) for scale, shape in zip(flat.split(sizes), shapes, strict=True)]
-            for number, (_, part) in owned.items():
-                scales[number].copy_(gemms[number].scale_of_part(part))
-            for axis in (bucket.replicas.shard, *gemms[0].scale_axes):
-                all_reduce(flat, axis, dist.ReduceOp.MAX, of="scales of weights")
-            self._scales[bucket] = scales
+            self._scales[bucket] = _shared_scales(
+                bucket, gemms, [(n, part) for n, (_, part) in owned.items()]
+            )
         scales = self._scales[bucket]
         for number, (own, part) in owned.items():
             numbers[bucket.shard][own].copy_(gemms[number].round_part(part, scales[number]))
@@ -405,3 +396,24 @@ class ShardedWeights:
         if bucket in self._full:
             self._finish(bucket)  # the memory must not be reused before the all-gather has written it
             self._full.pop(bucket).tensor.untyped_storage().resize_(0)
+
+
+def _shared_scales(
+    bucket: Bucket, gemms: Sequence[GatheredGemm], owned: Sequence[tuple[int, WeightPart]]
+) -> list[Tensor]:
+    """Return the scales of each weight of a bucket, which the owners of its parts agree on.
+
+    Args:
+        gemms: the GEMMs that read each weight.
+        owned: this rank's parts, with the numbers of their weights.
+    """
+    pairs = zip(gemms, bucket.entries, strict=True)
+    shapes = [gemm.scale_shape(entry.parameter.shape) for gemm, entry in pairs]
+    sizes = [math.prod(shape) for shape in shapes]
+    flat = torch.zeros(sum(sizes), device=bucket.weight.device)
+    scales = [scale.view(shape) for scale, shape in zip(flat.split(sizes), shapes, strict=True)]
+    for number, part in owned:
+        scales[number].copy_(gemms[number].scale_of_part(part))
+    for axis in (bucket.replicas.shard, *gemms[0].scale_axes):
+        all_reduce(flat, axis, dist.ReduceOp.MAX, of="scales of weights")
+    return scales

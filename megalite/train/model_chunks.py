@@ -146,13 +146,16 @@ def build_chunks(
                 compile_layers(chunk)
     gathers_in_8_bits = config.gathers_in_8_bits(topology.replicas.shard.size)
     if gathers_in_8_bits and resources.fp8_weights is not None:
-        kinds = ColumnParallelLinear, RowParallelLinear
-        for module in (module for chunk in chunks for module in chunk.modules()):
-            if isinstance(module, kinds):
-                gemm = module.context.gemm
-                if isinstance(gemm, TensorwiseGemm | DelayedGemm | BlockGemm):
-                    gather_in_8_bits(module.weight, gemm)
+        _gather_in_8_bits(chunks)
     return chunks
+
+
+def _gather_in_8_bits(chunks: Sequence[Stage]) -> None:
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        if isinstance(module, ColumnParallelLinear | RowParallelLinear):
+            gemm = module.context.gemm
+            if isinstance(gemm, TensorwiseGemm | DelayedGemm | BlockGemm):
+                gather_in_8_bits(module.weight, gemm)
 
 
 def _layer_context(config: Config, topology: Topology, resources: ChunkResources) -> LayerContext:

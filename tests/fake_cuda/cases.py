@@ -103,6 +103,9 @@ CASES = {
     "fp8 updates gathered in 8 bits": case("tp2dp2+sp+zero1", fp8_format="hybrid", fp8_param_gather=True),
     "rounded moments": case("dp2+zero1", exp_avg_dtype="fp8", exp_avg_sq_dtype="bf16"),
     "fp8 delayed": case("tp2", fp8_format="hybrid", fp8_recipe="delayed"),
+    "fp8 delayed, gathered in 8 bits": case(
+        "tp2dp2+sp+zero1", fp8_format="hybrid", fp8_recipe="delayed", fp8_param_gather=True
+    ),
     "fp8 tp2": case("tp2", fp8_format="e4m3"),
     "no clipping": case(clip_grad=0.0),
     "epilogues in separate kernels": case(gemm_epilogues="off"),
