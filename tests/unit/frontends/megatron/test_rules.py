@@ -330,7 +330,10 @@ def test_a_value_that_is_not_how_things_are_is_refused(line: str, message: str, 
             "--tp 2 --tp-comm-overlap-method symmetric_memory",
             "no effect: --sequence-parallel is not set",
         ),
-        ("--tp 2 --bf16 --fp8-format hybrid --tp-comm-overlap", "no effect: with --fp8-format no GEMM"),
+        (
+            "--tp 2 --bf16 --fp8-format hybrid --tp-comm-overlap",
+            "no effect: with --fp8-recipe tensorwise or delayed no GEMM",
+        ),
         (
             "--tp 2 --tp-comm-overlap-rs",
             "--tp-comm-overlap-rs is not needed: tensor-parallel communication over",
