@@ -88,6 +88,7 @@ class OtherProgram:
         expert_host: the host's time for layers with experts; None if it launches megalite's operators.
         expert_passes: reads and writes of the rows of experts outside of GEMMs; None if they are megalite's.
         rounding: how the GEMMs of layers round their operands; None if they are in 16 bits.
+        gathers_rounded: with rounded operands, ZeRO gathers weights in 8 bits.
         consecutive_experts: instead of a router's choice, a token has the experts after those of the token
             before it.
     """
@@ -113,6 +114,7 @@ class OtherProgram:
     expert_host: ExpertHost | None = None
     expert_passes: ExpertPasses | None = None
     rounding: Rounding | None = None
+    gathers_rounded: bool = True
     consecutive_experts: bool = False
 
 
@@ -225,7 +227,7 @@ class OtherRun(PlannedRun):
         return gathered, group.message_seconds(self.message_bytes / self.tp)
 
     def gathered_in_8_bits(self, kind: int) -> int:
-        if self.program.rounding is None or self.zero_stage == 0:
+        if self.program.rounding is None or self.zero_stage == 0 or not self.program.gathers_rounded:
             return super().gathered_in_8_bits(kind)
         return sum(each.size for each in self.units.layers[kind].weights if each.is_cut and each.matrices)
 

@@ -4,9 +4,9 @@
 PYTHONPATH=. python benchmarks/planner_published.py [--rows] [--open-blind-half]
 
 A line a kind of run: how many rows, the median error in time, and the share within 20%. `--rows` prints each
-plan. Rows that the planner refuses are counted with their reason. Fine-tuning is not planned. Intervals come
-from the errors of the open half. The blind half was planned once, when the model was final; its errors are in
-benchmarks/RESULTS.md, so that it is no longer blind.
+plan. Rows that the planner refuses are counted with their reason. Fine-tuning is not planned. Intervals are
+those of `megalite plan`, from the open half. The blind half was planned once, when the model was final; its
+errors are in benchmarks/RESULTS.md, so that it is no longer blind.
 """
 
 from __future__ import annotations
@@ -15,33 +15,18 @@ import argparse
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate
 from statistics import median
-from typing import NamedTuple
 
+from benchmarks.megatron_settings import MegatronSettings
 from benchmarks.other_programs import PROGRAMS, OtherPlan, OtherProgram, request_of
 from benchmarks.published_rows import BLIND, OPEN, read_rows
-from benchmarks.transformer_engine import (
-    ATTENTION_HOST,
-    EACH_EXPERT_HOST,
-    EXPERTS_HOST,
-    FUSED_EXPERTS,
-    GRACE_SLOWDOWN,
-    OWN_PASSES,
-    PERMUTED_ONCE,
-    ROUNDINGS,
-    ROUTER_HOST,
-    SORTED,
-    ExpertHost,
-    Rounding,
-)
 from megalite.config import ModelConfig
 from megalite.plan.plan_request import read_request
 from megalite.plan.planned_run import run_problems
+from megalite.plan.uncertainty import error_ranges, kind_of_run
 from megalite.utils.errors import UserError, first_line
-from megalite.utils.hardware.gpus import ALIASES, GPUS
 
 Row = Mapping[str, str]
 MODELS: Mapping[str, str] = {
@@ -92,6 +77,12 @@ class Comparison:
         assert self.plan is not None
         return self.plan.time.seconds / self.seconds - 1
 
+    @property
+    def kind(self) -> str:
+        """Return the kind of run whose errors give its interval."""
+        assert self.plan is not None
+        return kind_of_run(self.plan.run, self.plan.time)
+
 
 def program_of(row: Row) -> OtherProgram:
     """Return a row's program."""
@@ -100,44 +91,16 @@ def program_of(row: Row) -> OtherProgram:
     if row["source"].startswith("NeMo AutoModel"):
         return PROGRAMS["automodel-benchmark"]
     settings = settings_of(row)
-    once, fuses = "dispatcher" in settings, row["precision"] == "fp8_mx" and has_whole_graph(settings)
-    passes = FUSED_EXPERTS if fuses else PERMUTED_ONCE if once else SORTED
-    if row["model"].startswith("gpt_oss") and not fuses:  # its activation, with clamps, is several kernels
-        own = OWN_PASSES["quick_geglu"]
-        passes = passes._replace(forward=own.forward, backward=own.backward)
-    if "moe_act" in settings.get("recompute_modules", "").split("+"):
-        passes = passes._replace(backward=passes.backward + passes.forward)
-    return replace(
-        PROGRAMS["megatron-bridge"],
-        sends_tokens_once=once,
-        expert_host=expert_host(row, settings),
-        expert_passes=passes,
-        rounding=rounding_of(row),
-    )
-
-
-def expert_host(row: Row, settings: Mapping[str, str]) -> ExpertHost:
-    """Return the host's time for layers with experts, outside of CUDA graphs."""
-    if has_whole_graph(settings):
-        return ExpertHost(0.0, 0.0)
-    is_graphed = settings.get("cuda_graph", "none") != "none"
-    scope = settings.get("cuda_graph_scope", "").split("+") if is_graphed else []
-    host = ATTENTION_HOST * ("attn" not in scope) + ROUTER_HOST * ("moe_router" not in scope)
-    slowdown = GRACE_SLOWDOWN if row["gpu"].startswith("gb") else 1.0
-    return ExpertHost(slowdown * (host + EXPERTS_HOST), slowdown * EACH_EXPERT_HOST)
-
-
-def has_whole_graph(settings: Mapping[str, str]) -> bool:
-    """Return whether one CUDA graph has a whole iteration."""
-    graph, scope = (settings.get(name, "") for name in ("cuda_graph", "cuda_graph_scope"))
-    return graph == "full_iteration" or (graph == "local" and scope == "full_iteration")
-
-
-def rounding_of(row: Row) -> Rounding | None:
-    """Return how Transformer Engine rounds for a row; None in 16 bits."""
-    recipe = RECIPES.get(row["precision"])
-    is_hopper = GPUS[ALIASES.get(row["gpu"], row["gpu"])].fp4_tflops == 0
-    return ROUNDINGS.get(f"{recipe}-hopper" if is_hopper and recipe == "tensorwise" else str(recipe))
+    graph = settings.get("cuda_graph", "none")
+    scope = [graph, *settings.get("cuda_graph_scope", "").split("+")] if graph != "none" else []
+    return MegatronSettings(
+        row["gpu"],
+        activation=model_named(row["model"]).activation,
+        recipe=RECIPES.get(row["precision"]),
+        graphs=frozenset(scope),
+        sends_tokens_once="dispatcher" in settings,
+        recomputes_expert_activation="moe_act" in settings.get("recompute_modules", "").split("+"),
+    ).program
 
 
 def settings_of(row: Row) -> dict[str, str]:
@@ -218,43 +181,6 @@ def _planned(row: Row) -> Comparison:
     return Comparison(row, plan)
 
 
-def kind_of(row: Row) -> str:
-    """Return the kind of run whose errors in the open half give an interval."""
-    if not model_named(row["model"]).num_experts:
-        return "dense"
-    return "experts, one CUDA graph" if has_whole_graph(settings_of(row)) else "experts"
-
-
-class Interval(NamedTuple):
-    """Errors of 80% of the runs of a kind: the true time is the plan's divided by 1 + error."""
-
-    least: float
-    most: float
-
-
-def intervals(comparisons: Sequence[Comparison]) -> dict[str, Interval]:
-    """Return by kind of run the range of errors that a new setting has with a probability of 80%.
-
-    A setting is a model and a precision on a GPU, of which the releases are alike. All have the same weight,
-    and a new one is as likely to be in each of the n + 1 gaps between n sorted errors.
-    """
-    planned = [each for each in comparisons if each.plan is not None]
-    found = {}
-    for kind in {kind_of(each.row) for each in planned}:
-        of_kind = [each for each in planned if kind_of(each.row) == kind]
-        counts = Counter(setting_of(each.row) for each in of_kind)
-        errors = sorted((each.error, 1 / counts[setting_of(each.row)]) for each in of_kind)
-        outside = 0.1 * (1 + sum(weight for _, weight in errors))
-        found[kind] = Interval(_after(errors, outside), _after(errors[::-1], outside))
-    return found
-
-
-def _after(weighted: Sequence[tuple[float, float]], outside: float) -> float:
-    """Return the first value until which the sum of the weights is at least `outside`."""
-    sums = accumulate(weight for _, weight in weighted)
-    return next(value for (value, _), total in zip(weighted, sums, strict=True) if total >= outside - 1e-9)
-
-
 def setting_of(row: Row) -> tuple[str, ...]:
     """Return what the halves do not share."""
     return tuple(row[column] for column in ("source", "task", "gpu", "precision", "model"))
@@ -270,7 +196,7 @@ KINDS: Mapping[str, Callable[[Row], str]] = {
 }
 
 
-def lines(comparisons: Sequence[Comparison], ranges: Mapping[str, Interval]) -> Iterator[str]:
+def lines(comparisons: Sequence[Comparison]) -> Iterator[str]:
     """Yield a line a kind of run, the rows that are in their kind's interval, and the reasons of refusals."""
     planned = [each for each in comparisons if each.plan is not None]
     yield f"{'kind':44}{'rows':>5}{'median':>9}{'|median|':>9}{'in 20%':>8}"
@@ -281,11 +207,12 @@ def lines(comparisons: Sequence[Comparison], ranges: Mapping[str, Interval]) -> 
             within = sum(size < 0.2 for size in sizes) / len(sizes)
             numbers = f"{len(sizes):5}{median(errors):+9.1%}{median(sizes):9.1%}{within:8.0%}"
             yield f"{kind + ' ' + value:44}{numbers}"
-    for kind, (least, most) in sorted(ranges.items()):
-        found = [each.error for each in planned if kind_of(each.row) == kind]
+    for kind, (least, most, _) in error_ranges("time").items():
+        found = [each.error for each in planned if each.kind == kind]
         inside = sum(least <= error <= most for error in found)
         times = f"{1 / (1 + most):.2f} to {1 / (1 + least):.2f} times the plan"
-        yield f"80% interval, {kind}: {times}, {inside} of {len(found)} rows inside"
+        if found:
+            yield f"80% interval, {kind}: {times}, {inside} of {len(found)} rows inside"
     for reason, count in Counter(each.refusal for each in comparisons if each.refusal).most_common():
         yield f"not planned, {count} rows: {reason}"
 
@@ -311,11 +238,10 @@ def main() -> None:
     parser.add_argument("--rows", action="store_true", help="print each plan")
     parser.add_argument("--open-blind-half", action="store_true", help="plan the blind half, once")
     args = parser.parse_args()
-    of_open_half = list(compare(read_rows(OPEN)))
-    comparisons = list(compare(read_rows(BLIND))) if args.open_blind_half else of_open_half
+    comparisons = list(compare(read_rows(BLIND if args.open_blind_half else OPEN)))
     if args.rows:
         print("\n".join(row_line(each) for each in comparisons if each.plan is not None))
-    print("\n".join(lines(comparisons, intervals(of_open_half))))
+    print("\n".join(lines(comparisons)))
 
 
 if __name__ == "__main__":

@@ -31,6 +31,8 @@ class Rounding(NamedTuple):
 
 
 ROUNDINGS: Mapping[str, Rounding] = {
+    "delayed": Rounding(1, reads=1, copies=1),
+    "delayed-hopper": Rounding(1, reads=1, copies=2),
     "tensorwise": Rounding(1, reads=2, copies=1),
     "tensorwise-hopper": Rounding(1, reads=2, copies=2),
     "blockwise": Rounding(1, reads=1, copies=2),
@@ -38,9 +40,9 @@ ROUNDINGS: Mapping[str, Rounding] = {
     "nvfp4": Rounding(0.5, reads=2, copies=2),
 }
 """Transformer Engine's kernels by recipe. All GEMMs of a layer but the router's have rounded operands, also
-those of weight gradients and experts; weights are rounded once per iteration. A Hopper GPU multiplies in 8
-bits only operands whose rows run along the sum, so it transposes. Scales of blocks differ along rows and
-columns. NVFP4 also has a scale for the tensor."""
+those of weight gradients and experts; weights are rounded once per iteration. Delayed scaling knows its
+scales before it reads the operands. A Hopper GPU multiplies in 8 bits only operands whose rows run along the
+sum, so it transposes. Scales of blocks differ along rows and columns. NVFP4 has one more."""
 
 ATTENTION_HOST, ROUTER_HOST, EXPERTS_HOST, EACH_EXPERT_HOST = 2.5e-3, 1.0e-3, 4.0e-3, 0.2e-3
 """Seconds of the host for forward and backward of a layer with experts: modules in Python, and for each

@@ -49,7 +49,7 @@ wheel, without_torch = (package(ZipFile(path).namelist()) for path in sys.argv[1
 site = Path(sys.argv[3])
 from_sdist = package(str(path.relative_to(site)) for path in (site / "megalite").rglob("*") if path.is_file())
 kernels = {name for name in wheel if name.startswith("megalite/kernels/_C") and name.endswith(".so")}
-needed = {"megalite/py.typed", "megalite/data/_index_builder.pyi", "megalite/plan/job.sbatch", "megalite/plan/job.yaml"}
+needed = {"megalite/py.typed", "megalite/data/_index_builder.pyi", "megalite/plan/job.sbatch", "megalite/plan/job.yaml", "megalite/plan/errors.json"}
 assert needed <= wheel and kernels, sorted(wheel)
 assert wheel == from_sdist, sorted(wheel ^ from_sdist)
 assert without_torch == wheel - kernels, sorted(without_torch ^ wheel)

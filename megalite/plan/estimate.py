@@ -22,6 +22,7 @@ from megalite.plan.rank_memory import (
     largest_memory,
     rank_memories,
 )
+from megalite.plan.uncertainty import Interval, interval, kind_of_run
 from megalite.plan.units import whole_model
 
 _GB = 1e9
@@ -90,6 +91,15 @@ class RunPlan:
         """Return the time of one optimizer step."""
         return time_iteration(self.run)
 
+    @cached_property
+    def intervals(self) -> dict[str, Interval]:
+        """Return the 80% intervals of the `time` of an iteration in seconds, and of the `memory` in bytes."""
+        kind, planned = (
+            kind_of_run(self.run, self.time),
+            {"time": self.time.seconds, "memory": self.memory_bytes},
+        )
+        return {quantity: interval(quantity, value, kind) for quantity, value in planned.items()}
+
     @property
     def tokens(self) -> int:
         """Return the tokens of an iteration."""
@@ -141,12 +151,14 @@ def as_object(plan: RunPlan, costs: Costs) -> dict[str, Any]:
         "layout": {"tp": plan.run.tp, "pp": plan.run.pp, "dp": plan.run.dp, "cp": plan.run.cp},
         **_experts_object(plan.run),
         "iteration_time_s": plan.time.seconds,
+        "iteration_time_s_interval": plan.intervals["time"][:2],
         "tokens_per_second": plan.tokens_per_second,
         "tflops_per_gpu": plan.tflops_per_gpu,
         "tflops_convention": CONVENTION,
         "tflops_per_gpu_by_convention": by_convention,
         "mfu": plan.mfu,
         "memory_gb": plan.memory_bytes / _GB,
+        "memory_gb_interval": [size / _GB for size in plan.intervals["memory"][:2]],
         "memory_gb_by_stage": [memory.total / _GB for memory in plan.memories],
         "memory_gb_by_stage_and_kind": [
             {kind: size / _GB for kind, size in memory._asdict().items()} for memory in plan.memories

@@ -40,6 +40,7 @@ from megalite.plan.rank_memory import (
     node_host_bytes,
 )
 from megalite.plan.scaling import as_objects, plan_scaling, scaling_svg, scaling_title, table_lines
+from megalite.plan.uncertainty import HOST_BOUND, narrowing
 from megalite.utils.commands import command_lines
 from megalite.utils.errors import ConfigError, UserError, counted
 from megalite.utils.files import write_output
@@ -69,8 +70,6 @@ NO_COMMAND = (
 )
 _THRIFTY = {"micro_batch_size": 1, "recompute_granularity": "full", "pipeline_schedule": "1f1b"}
 """Options that need the least memory on a GPU. They suffice to find out whether any layout fits."""
-HOST_BOUND = 0.05
-"""Share of an iteration that a GPU waits for the host's launches from which on a plan warns."""
 _MAX_GROWTH = 1024
 """Largest cluster to try if no layout fits, as a multiple of the requested one."""
 
@@ -178,6 +177,7 @@ def plan_lines(request: Request, plan: RunPlan) -> Iterator[str]:
     yield f"tokens/s       {plan.tokens_per_second:,.0f}"
     yield f"TFLOP/s        {plain(plan.tflops_per_gpu)} per GPU, MFU {plan.mfu:.1%} ({CONVENTION})"
     yield f"bubble         {time.bubble_fraction:.1%} of the time, for the average rank"
+    yield from _interval_lines(plan)
     if time.work.launch > HOST_BOUND * time.seconds:
         yield from textwrap.wrap(f"warning: {_host_bound(plan)}", 80, break_on_hyphens=False)
     yield from _cost_lines(request, plan)
@@ -292,6 +292,17 @@ def _host_bound(plan: RunPlan) -> str:
     )
 
 
+def _interval_lines(plan: RunPlan) -> Iterator[str]:
+    """Yield the 80% intervals, the published runs that they come from, and what would narrow them."""
+    time, memory = plan.intervals["time"], plan.intervals["memory"]
+    seconds = f"{time.low:.3f} to {time.high:.3f} s"
+    yield f"80% interval   {seconds}, from {time.settings} published settings: {time.kind}"
+    sizes = f"{memory.low / _GB:.1f} to {memory.high / _GB:.1f} GB"
+    yield f"{'':15}{sizes}, from {memory.settings}: {memory.kind}"
+    measured, share = narrowing(plan.run, plan.time)
+    yield f"narrower with  {measured}: {share:.0%} of the time; or tools/autotune.py: time and memory"
+
+
 def _cost_lines(request: Request, plan: RunPlan) -> Iterator[str]:
     costs = run_costs(plan, request.costs)
     if not costs:
@@ -350,6 +361,8 @@ def search_lines(request: Request, best: Sequence[RunPlan], found: SearchResult)
     else:
         yield "bubble: share of the time, for the average rank"
     yield from legend_lines([layout_name(plan.run) for plan in best])
+    yield "first row:"
+    yield from _interval_lines(best[0])
     yield f"{counted(len(found.fitting), 'layout')} fit{'s' if len(found.fitting) == 1 else ''}"
     available = request.cluster.gpu.memory_bytes / _GB
     if any(plan.is_tight for plan in best):

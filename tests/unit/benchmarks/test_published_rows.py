@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
 from statistics import median
 
 import pytest
 
-from benchmarks import published_rows
+from benchmarks import planner_errors, published_rows
 from benchmarks.planner_published import (
     Comparison,
-    Interval,
     compare,
     flags_of,
-    intervals,
-    kind_of,
     lines,
     setting_of,
 )
 from benchmarks.published_rows import BLIND, OPEN, read_rows
+from megalite.plan.uncertainty import FILE, OTHER, error_ranges
 
 
 @pytest.fixture(scope="module")
@@ -49,23 +48,35 @@ def test_the_open_half_is_planned(comparisons: list[Comparison]) -> None:
     errors = [abs(each.error) for each in planned]
     assert len(planned) >= 135 and median(errors) < 0.08
     assert sum(error < 0.2 for error in errors) > 0.88 * len(errors)
-    dense = [abs(each.error) for each in planned if kind_of(each.row) == "dense"]
+    dense = [abs(each.error) for each in planned if each.kind.startswith("dense")]
     assert median(dense) < 0.055
 
 
+def test_the_planner_has_the_errors_of_these_plans(comparisons: list[Comparison]) -> None:
+    assert json.loads(FILE.read_text()) == planner_errors.collect(comparisons)
+
+
+def test_an_interval_has_80_percent_of_the_settings() -> None:
+    errors = [planner_errors.Error("dense", number, number / 100) for number in range(-9, 10)]
+    repeated = [*errors, *[planner_errors.Error("dense", 9, 0.09)] * 20]  # releases of one setting
+    few = [planner_errors.Error("few", setting, 1.0) for setting in "abc"]
+    for each in (errors, repeated):
+        (found,) = {planner_errors.error_ranges([*each, *few])["dense"]}
+        assert found == (-0.08, 0.08, 19)  # 17 of 19 errors are in it, and a new one with (18 - 2) / 20
+    assert planner_errors.error_ranges([*errors, *few]).keys() == {"dense", OTHER}
+
+
 def test_intervals_hold_most_of_their_own_half(comparisons: list[Comparison]) -> None:
-    found = intervals(comparisons)
-    assert set(found) == {"dense", "experts", "experts, one CUDA graph"}
+    found = error_ranges("time")
+    assert {"dense, 8 or 4 bits", "experts, 8 or 4 bits, launch-bound"} < found.keys()
     planned = [each for each in comparisons if each.plan is not None]
-    inside = [
-        found[kind_of(each.row)].least <= each.error <= found[kind_of(each.row)].most for each in planned
-    ]
+    inside = [found[each.kind].least <= each.error <= found[each.kind].most for each in planned]
     assert 0.7 < sum(inside) / len(inside) < 0.95
-    assert all(isinstance(each, Interval) and each.least < 0 < each.most for each in found.values())
+    assert all(each.least < 0 < each.most for each in found.values())
 
 
 def test_the_table_has_every_kind_and_refusal(comparisons: list[Comparison]) -> None:
-    text = "\n".join(lines(comparisons, intervals(comparisons)))
+    text = "\n".join(lines(comparisons))
     kinds = ("precision nvfp4", "GPU gb300", "model kimi_k2", "80% interval, dense")
     assert all(expected in text for expected in (*kinds, "rows: fine-tuning"))
 
