@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
 from megalite.frontends.tool_parser import ToolParser, local_path, positive_int
 from megalite.pipeline.schedules import SCHEDULES, ScheduleName
@@ -16,9 +18,28 @@ from megalite.utils.log import ProgressLine
 
 def plan(arguments: Sequence[str]) -> None:
     """Plan a run without a cluster: memory per rank, time per iteration, and the best layout."""
+    if arguments[:1] == ["--for"]:
+        _plan_other_program(arguments[1:])
+        return
     with ProgressLine() as show:
         lines = answer(arguments, show)
     print("\n".join(lines))
+
+
+def _plan_other_program(arguments: Sequence[str]) -> None:
+    """Plan another program's command line, by the models of other programs in the repository.
+
+    Raises:
+        UserError: megalite runs without its repository.
+    """
+    repository = Path(__file__).parents[2]
+    if not (repository / "benchmarks" / "plan_for.py").exists():
+        raise UserError(
+            "--for is in megalite's repository and not in its package: clone it, and run PYTHONPATH=. python "
+            f"benchmarks/plan_for.py {' '.join(arguments[:1])} … in it"
+        )
+    sys.path.insert(0, str(repository))
+    importlib.import_module("benchmarks.plan_for").main(arguments)
 
 
 def launch(arguments: Sequence[str]) -> None:

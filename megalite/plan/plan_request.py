@@ -50,6 +50,7 @@ DESCRIPTION = """Plan a run without a cluster: memory per rank, time per iterati
 
 megalite plan --preset gpt3-175b --gpu a100-80 --world-size 1024 --tp 8 --pp 8 --global-batch-size 1536
 megalite plan --preset llama3-70b --gpu h100 --world-size 256 --global-batch-size 1024 --bf16 --search
+megalite plan --for megatron --gpu h100 --world-size 64 FLAGS: what would a flag gain Megatron-LM?
 
 Accepts all flags of training (megalite train --help lists them), and these:"""
 
