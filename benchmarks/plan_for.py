@@ -11,6 +11,7 @@ that Megatron-LM would accept in this command line.
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -47,6 +48,7 @@ _GRAPH_SCOPES = ("--cuda-graph-scope", "--cuda-graph-modules")
 _SCOPES = ("attn", "moe_router")
 """Scopes of CUDA graphs that a plan has a model of."""
 _DISPATCHERS = ("--moe-token-dispatcher-type", "--moe-flex-dispatcher-backend", "--moe-enable-deepep")
+_LAYOUT, _PP = "--pipeline-model-parallel-layout", ("--pipeline-model-parallel-size", "--pp")
 _LOSS_FUSIONS = ("--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl")
 _RECOMPUTED, _GRANULARITY = "--recompute-modules", "--recompute-granularity"
 
@@ -106,6 +108,12 @@ def read_command(arguments: Sequence[str]) -> Command:
         is_known = field is not None or flag.flag in accepted_flags()
         group = None if is_known else missing_feature(flag.flag)
         topic = field.group if field else group.topic if group else None
+        if flag.flag == _LAYOUT and (layers := layers_of_stages(" ".join(flag.values))):
+            kept += split_tokens(["--pipeline-layers", *map(str, layers)])[0]
+            pp = next(int(*passed[name]) for name in _PP if name in passed)
+            if len(layers) > pp:
+                kept += split_tokens([f"--num-virtual-stages-per-pipeline-rank={len(layers) // pp}"])[0]
+            continue
         if topic in _WITHOUT_EFFECT or flag.flag in ASSUMED:
             continue
         if flag.flag in NO_MODEL or (group and (topic != "model" or group.of_experts)):
@@ -133,6 +141,18 @@ def read_command(arguments: Sequence[str]) -> Command:
         gathers_rounded=bool({"--fp8-param-gather", "--fp8-param", "--fp4-param-gather"} & passed.keys()),
     )
     return Command(MegatronRun(settings, tuple(_planned_modules(kept))), tuple(unknown))
+
+
+def layers_of_stages(layout: str) -> list[int]:
+    """Return the layers of each stage of Megatron-LM's layout; none if a stage has no layer.
+
+    In `Et*3|(tt|)*28t|mL`, `|` separates stages, t is a layer, and the others are embedding, MTP and loss.
+    """
+    while repeated := re.search(r"(?:\(([^()]*)\)|([^()*]))\*(\d+)", layout):
+        group, letter, count = repeated.groups()
+        layout = layout.replace(repeated[0], (group or letter) * int(count), 1)
+    counts = [stage.count("t") for stage in layout.split("|")]
+    return counts if all(counts) else []
 
 
 def _planned_modules(flags: Sequence[FlagTokens]) -> Iterator[FlagTokens]:

@@ -300,7 +300,8 @@ def _interval_lines(plan: RunPlan) -> Iterator[str]:
     sizes = f"{memory.low / _GB:.1f} to {memory.high / _GB:.1f} GB"
     yield f"{'':15}{sizes}, from {memory.settings}: {memory.kind}"
     measured, share = narrowing(plan.run, plan.time)
-    yield f"narrower with  {measured}: {share:.0%} of the time; or tools/autotune.py: time and memory"
+    yield f"narrower with  {measured}: {share:.0%} of the time;"
+    yield f"{'':15}or iterations in this layout (tools/autotune.py)"
 
 
 def _cost_lines(request: Request, plan: RunPlan) -> Iterator[str]:

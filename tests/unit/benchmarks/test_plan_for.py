@@ -7,7 +7,15 @@ from pathlib import Path
 import pytest
 
 from benchmarks.megatron_settings import WHOLE
-from benchmarks.plan_for import MESSAGES_OVERLAP, NO_MODEL, gain_lines, gains, main, read_command
+from benchmarks.plan_for import (
+    MESSAGES_OVERLAP,
+    NO_MODEL,
+    gain_lines,
+    gains,
+    layers_of_stages,
+    main,
+    read_command,
+)
 from benchmarks.planner_gains import pairs
 from benchmarks.planner_published import compare
 from benchmarks.published_rows import OPEN, read_rows
@@ -89,6 +97,48 @@ def test_settings_of_a_command_line() -> None:
     config = run.planned[1].run.config
     assert config.recompute.recompute_modules == ("layernorm",)
     assert not config.parallel.overlap_grad_reduce and not config.parallel.overlap_param_gather
+
+
+@pytest.mark.parametrize(
+    ("layout", "layers"),
+    [
+        ("Et*3|(tt|)*2t|tmL", [3, 2, 2, 1, 1]),
+        ("E(t|)*3tL", [1, 1, 1, 1]),
+        ("Ett|(t|t|)*2tL", [2, 1, 1, 1, 1, 1]),
+    ],
+)
+def test_layers_of_a_layout(layout: str, layers: list[int]) -> None:
+    assert layers_of_stages(layout) == layers
+
+
+def test_a_layout_of_stages_is_planned() -> None:
+    words = f"{DENSE} --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout"
+    run, not_modelled = read_command([*words.split(), "Et*3|tt|tt|tL"])
+    assert run.planned[1].run.layers == (3, 2, 2, 1) and not not_modelled
+    _, not_modelled = read_command([*words.split(), "Et*4|tttt|L"])  # the last stage has no layer
+    assert not_modelled == ("--pipeline-model-parallel-layout Et*4|tttt|L",)
+
+
+def test_a_published_run_is_planned_by_its_command_line() -> None:
+    """Plan Llama-3 70B in NVFP4 on 64 GB200s (Megatron-Bridge 26.04) by flags, and by its row."""
+    words = (
+        "--gpu gb200 --world-size 64 --num-layers 80 --hidden-size 8192 --ffn-hidden-size 28672 --swiglu "
+        "--bf16 --num-attention-heads 64 --group-query-attention --num-query-groups 8 --normalization "
+        "RMSNorm --position-embedding-type rope --disable-bias-linear "
+        "--untie-embeddings-and-output-weights --seq-length 8192 --padded-vocab-size 128256 "
+        "--attention-dropout 0 --hidden-dropout 0 --micro-batch-size 1 --global-batch-size 256 "
+        "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 4 "
+        "--num-virtual-stages-per-pipeline-rank 5 --use-distributed-optimizer --overlap-grad-reduce "
+        "--overlap-param-gather --grad-reduce-in-bf16 --tp-comm-overlap --cross-entropy-loss-fusion "
+        "--cross-entropy-fusion-impl te --fp4-format e2m1 --fp4-param-gather"
+    )
+    rows = [row for row in read_rows(OPEN) if row["model"] == "llama3_70b" and row["precision"] == "nvfp4"]
+    published = next(each for each in compare(rows) if each.row["release"] == "26.04")
+    assert published.plan is not None
+    plan = read_command(words.split()).run.planned[1]
+    assert plan.time.seconds == pytest.approx(published.plan.time.seconds, rel=0.01)
+    assert plan.memory_bytes == pytest.approx(published.plan.memory_bytes, rel=0.01)
+    assert abs(plan.time.seconds / published.seconds - 1) < 0.15
 
 
 def test_flags_without_a_model_are_named_and_have_no_number(capsys: pytest.CaptureFixture[str]) -> None:
