@@ -15,7 +15,8 @@ from torch import Tensor
 
 from megalite import kernels
 from megalite.distributed.axis import Axis
-from megalite.kernels import activations, cross_entropy, dropout_add, norm, rotary, token_rows
+from megalite.kernels import activations, cross_entropy, norm, rotary, token_rows
+from megalite.kernels.dropout import backward_reference, sum_reference
 from megalite.kernels.dropout import reference as dropout_reference
 from megalite.kernels.library import is_eager
 from megalite.model.recurrent_mixer import chunked_recurrence
@@ -115,8 +116,8 @@ def _dropout_add(x: Tensor, bias: Tensor, residual: Tensor, numbers: Tensor) -> 
         lambda x, bias, residual: kernels.bias_dropout_add(x, bias, residual, P, KEY, numbers),
         lambda x, bias, residual: residual + F.dropout(x + bias, P),
         (
-            lambda x, bias, residual: dropout_add.reference(x, bias, residual, *site),
-            lambda grad, *_: dropout_add.backward_reference(grad, *site),
+            lambda x, bias, residual: sum_reference(x, bias, residual, *site),
+            lambda grad, *_: backward_reference(grad, *site),
         ),
         (3, 2),
     )
@@ -171,14 +172,14 @@ def _sum_and_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tenso
         return F.layer_norm(total, weight.shape, weight, bias, EPSILON), total
 
     def forward(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Outputs:
-        total = dropout_add.reference(x, bias, residual, *site)
+        total = sum_reference(x, bias, residual, *site)
         return norm.layer_reference(total, weight, bias, EPSILON), total
 
     def backward(
         grad: Tensor, sum_grad: Tensor, x: Tensor, residual: Tensor, weight: Tensor, _: Tensor
     ) -> object:
         of_sum, _ = norm.layer_backward_reference(grad, residual, weight, EPSILON, sum_grad)
-        return dropout_add.backward_reference(of_sum, *site)
+        return backward_reference(of_sum, *site)
 
     site = (numbers, P, kernels.philox.signed64(KEY), 0)
     return Case((x, residual, weight, bias), ours, eager, (forward, backward), (4, 5))

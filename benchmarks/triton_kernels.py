@@ -15,8 +15,7 @@ import torch
 
 from benchmarks.machine_code import TARGETS, WARP, Counts, Kernel, count_of_bytes, count_of_scores, read
 from megalite.kernels import CausalSoftmax, Drop, VisibleKeys, moments, softmax, token_rows
-from megalite.kernels.dropout import launch_kernel
-from megalite.kernels.dropout_add import key_tensor
+from megalite.kernels.dropout import key_tensor, launch_kernel
 from megalite.kernels.flash_attention import (
     SIZES,
     KernelSizes,

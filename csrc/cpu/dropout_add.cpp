@@ -1,4 +1,4 @@
-// Bias, dropout and residual add on the CPU; see megalite/kernels/dropout_add.py.
+// Bias, dropout and residual add on the CPU; see megalite/kernels/dropout.py.
 #include "../checks.h"
 #include "../ops.h"
 #include "mask.h"

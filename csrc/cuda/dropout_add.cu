@@ -1,4 +1,4 @@
-// Bias, dropout and residual add on a GPU; see megalite/kernels/dropout_add.py.
+// Bias, dropout and residual add on a GPU; see megalite/kernels/dropout.py.
 #include "dropout_add.cuh"
 #include "rows.cuh"
 

@@ -1,4 +1,4 @@
-// The sum that ends a block of the transformer; see megalite/kernels/dropout_add.py.
+// The sum that ends a block of the transformer; see megalite/kernels/dropout.py.
 #pragma once
 
 #include "random.cuh"

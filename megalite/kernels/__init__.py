@@ -9,8 +9,7 @@ from megalite.kernels.activations import (
 )
 from megalite.kernels.adamw import adamw_
 from megalite.kernels.cross_entropy import cross_entropy_gradient_, cross_entropy_statistics
-from megalite.kernels.dropout import dropout
-from megalite.kernels.dropout_add import ResidualSum, bias_dropout_add
+from megalite.kernels.dropout import ResidualSum, bias_dropout_add, dropout
 from megalite.kernels.flash_attention import flash_attention
 from megalite.kernels.library import implementation, is_compiled
 from megalite.kernels.moments import round_moments_, wide_exp_avg

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megalite.kernels.dropout import keep_threshold
-from megalite.kernels.dropout_add import key_from_tensor, key_tensor
+from megalite.kernels.dropout import keep_threshold, key_from_tensor, key_tensor
 from megalite.kernels.library import NAMESPACE, define
 from megalite.kernels.packed_heads import empty_gradients, empty_results, gradients_of
 from megalite.kernels.softmax import (

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite.kernels.dropout_add import ResidualSum, check_sum
+from megalite.kernels.dropout import ResidualSum, check_sum
 from megalite.kernels.library import define, is_compiled, is_eager, like_first
 from megalite.kernels.philox import signed64
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from megalite.data.batch.microbatch import SampleNumbers, numbers_of
 from megalite.distributed.topology import Topology
 from megalite.kernels import Drop, ResidualSum, bias_dropout_add, dropout, fill_normal_, site_key
-from megalite.kernels.dropout_add import key_tensor, traced_bias_dropout_add
+from megalite.kernels.dropout import key_tensor, traced_bias_dropout_add
 from megalite.kernels.philox import random_words
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, spec_of
 

@@ -20,8 +20,10 @@ def main(arguments: Sequence[str]) -> int:
     pose = types.ModuleType("megalite.kernels._C")
     pose.capability = lambda: "Triton's interpreter"  # type: ignore[attr-defined]
     sys.modules[pose.__name__] = pose
-    from megalite.kernels import dropout_add, moments, softmax, token_rows
+    from megalite.kernels import moments, softmax, token_rows
     from megalite.kernels.dropout import launch as launch_dropout
+    from megalite.kernels.dropout import launch_backward as launch_sum_backward
+    from megalite.kernels.dropout import launch_sum
     from megalite.kernels.flash_attention import (
         SIZES,
         BlockSizes,
@@ -42,8 +44,8 @@ def main(arguments: Sequence[str]) -> int:
     RECURRENCE_SIZES.update(dict.fromkeys(RECURRENCE_SIZES, RecurrenceSizes(16, 16, 32, 32, 4, 4, 1)))
     library = torch.library.Library("megalite", "IMPL")
     for name, function in {
-        "bias_dropout_add": dropout_add.launch,
-        "bias_dropout_add_backward": dropout_add.launch_backward,
+        "bias_dropout_add": launch_sum,
+        "bias_dropout_add_backward": launch_sum_backward,
         "causal_softmax_": softmax.launch,
         "causal_softmax_backward_": softmax.launch_backward,
         "copy_to_rows": token_rows.launch_copy,
