@@ -1,15 +1,27 @@
 """One transformer layer: a mixer and an MLP, whose outputs are added to the hidden states.
 
-Shapes: s sequence, b microbatch, h hidden size, e size of the layer's own embedding, tp = tp.size.
+The mixers by their specs, attention with Mamba-2 beside it, and experts beside an MLP belong to it.
+
+Shapes: s sequence, b microbatch, h hidden size, e experts, k experts of a token, tp = tp.size. In
+`TransformerLayer`, e is the size of the layer's own embedding.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import reduce
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite.attention.core import StageCore
 from megalite.attention.positions import PositionInfo
-from megalite.config import ModelConfig, RecomputeConfig
+from megalite.config import AttentionSpec, ModelConfig, RecomputeConfig
+from megalite.config.model.attention import LatentSpec
+from megalite.config.model.layers import MixerSpec, ParallelMixersSpec
+from megalite.config.model.recurrence import DeltaNetSpec, GatedConvolutionSpec, KimiDeltaSpec, MambaSpec
 from megalite.config.model.transformer import NORMALIZED
 from megalite.data.batch.microbatch import (
     BlockOutput,
@@ -20,15 +32,95 @@ from megalite.data.batch.microbatch import (
     WithTerms,
 )
 from megalite.kernels import ResidualSum
+from megalite.model.attention import Attention, CachedLatentAttention, LatentAttention
 from megalite.model.embedding import EmbeddingGate
-from megalite.model.experts import MixtureOfExperts, Router
-from megalite.model.mixers import Mixer, build_mixer
+from megalite.model.experts import MixtureOfExperts, Router, Routing
+from megalite.model.gated_convolution import GatedConvolution
+from megalite.model.gated_delta_net import GatedDeltaNet
+from megalite.model.kimi_delta_attention import KimiDeltaAttention
+from megalite.model.mamba import Mamba
 from megalite.model.mlp import MLP, multiply_output
-from megalite.model.norm import build_norm
-from megalite.model.normed_experts import NormedExperts
+from megalite.model.norm import HeadRMSNorm, build_norm
+from megalite.model.recompute_region import recompute_first
 from megalite.tensor_parallel.counter_random import Dropout
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_parameter
-from megalite.utils.wrapping import wrap_point
+from megalite.utils.wrapping import eager_point, wrap, wrap_point
+
+
+class Mixer(Protocol):
+    """Interface of a mixer, an `nn.Module`."""
+
+    def __call__(
+        self, x: Tensor, sample_numbers: SampleNumbers, positions: PositionInfo, *keys: Tensor
+    ) -> BlockOutput: ...
+
+    def recompute_parts(self, config: RecomputeConfig, norm: nn.Module) -> None:
+        """Let backward recompute the parts that the config names.
+
+        Args:
+            norm: norm of the mixer's input.
+        """
+
+
+class ParallelMixers(nn.Module):
+    """Computes m attention(x) + n mamba(x), where m and n are --mixer-multipliers (Falcon-H1)."""
+
+    attention: Any
+    mamba: Any
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        context: LayerContext,
+        core: StageCore,
+        layer: int,
+        spec: ParallelMixersSpec,
+    ) -> None:
+        super().__init__()
+        self.attention = build_mixer(config, context, core, layer, spec.attention)
+        self.mamba = build_mixer(config, context, core, layer, spec.mamba)
+        self.factors = config.mixer_multipliers or (1.0, 1.0)
+
+    def recompute_parts(self, config: RecomputeConfig, norm: nn.Module) -> None:
+        """Let backward recompute the parts of both mixers that the config names."""
+        for mixer in (self.attention, self.mamba):
+            mixer.recompute_parts(config, norm)
+
+    def forward(
+        self, x: Tensor, sample_numbers: SampleNumbers, positions: PositionInfo, *keys: Tensor
+    ) -> BlockOutput:
+        """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""
+        first = self.attention(x, sample_numbers, positions, *keys)
+        second = self.mamba(x, sample_numbers, positions)
+        outputs = zip(self.factors, (first, second), strict=True)
+        (y, bias), (other, other_bias) = (multiply_output(factor, y.x, y.bias) for factor, y in outputs)
+        biases = [each for each in (bias, other_bias) if each is not None]
+        return BlockOutput(y + other, reduce(torch.add, biases) if biases else None, keys=first.keys)
+
+
+_MIXERS: Mapping[type[MixerSpec], type[nn.Module]] = {
+    AttentionSpec: Attention,
+    LatentSpec: LatentAttention,
+    DeltaNetSpec: GatedDeltaNet,
+    KimiDeltaSpec: KimiDeltaAttention,
+    GatedConvolutionSpec: GatedConvolution,
+    MambaSpec: Mamba,
+    ParallelMixersSpec: ParallelMixers,
+}
+
+
+def build_mixer(
+    config: ModelConfig, context: LayerContext, core: StageCore, layer: int, spec: MixerSpec
+) -> nn.Module:
+    """Return the mixer of a layer.
+
+    Args:
+        core: attention core, shared by all layers of a stage; it also has the states of recurrent layers.
+        layer: number of the layer in the whole model.
+    """
+    is_latent_cached = core.is_cached and isinstance(spec, LatentSpec)
+    build = CachedLatentAttention if is_latent_cached else _MIXERS[type(spec)]
+    return build(config, context, core, layer, spec)
 
 
 class TransformerLayer(nn.Module):
@@ -206,3 +298,49 @@ class OutputScale(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Scale ``[s, b, h]``."""
         return x * self.weight
+
+
+class NormedRouter(Router):
+    """Normalizes and scales its input, and scales the weights of experts by a learned number for each.
+
+    Attributes:
+        scale: ``[h]``, factors of the normalized input, besides 1 / sqrt(h).
+        expert_scale: ``[e]``.
+    """
+
+    def __init__(self, config: ModelConfig, context: LayerContext, layer: int = 0) -> None:
+        super().__init__(config, context, layer)
+        self.norm = HeadRMSNorm(config.norm_epsilon)
+        self.scale = new_parameter(ParameterSpec((config.hidden_size,), mean=1.0, decay=False), context)
+        self.expert_scale = new_parameter(ParameterSpec((self.num_experts,), mean=1.0, decay=False), context)
+
+    def forward(
+        self, x: Tensor, sample_numbers: SampleNumbers | None = None, is_real: Tensor | None = None
+    ) -> Routing:
+        """Route the rank's tokens ``[s, b, h]``, ``[s/tp, b, h]`` if sequence parallel."""
+        routing = super().forward(self.norm(x) * self.scale * x.shape[-1] ** -0.5, sample_numbers, is_real)
+        experts = routing.experts.clamp_max(self.num_experts - 1)  # e is not an expert: it drops the token
+        scales = F.embedding(experts, self.expert_scale.unsqueeze(1)).squeeze(-1)  # [s, b, k]
+        return routing._replace(weights=routing.weights * scales)
+
+
+class NormedExperts(MixtureOfExperts):
+    """Computes norm(experts(norm(x))), with a router that reads x itself."""
+
+    def __init__(self, config: ModelConfig, context: LayerContext, layer: int) -> None:
+        super().__init__(config, context, NormedRouter(config, context, layer))
+        self.input_norm = build_norm(config, context)
+        self.output_norm = build_norm(config, context)
+
+    def recompute_parts(self, config: RecomputeConfig, norm: nn.Module) -> None:
+        """Let backward recompute the experts; their norms are a part of them."""
+        if "mlp" in config.modules:
+            wrap(self, "transform", recompute_first)
+
+    @eager_point
+    def transform(
+        self, x: Tensor, sample_numbers: SampleNumbers | None = None, is_real: Tensor | None = None
+    ) -> tuple[Tensor, Terms]:
+        """Compute `forward`."""
+        y, terms = self.compute_experts(self.input_norm(x), self.router(x, sample_numbers, is_real))
+        return self.output_norm(y), terms
