@@ -35,13 +35,13 @@ from megalite.kernels import ResidualSum
 from megalite.model.attention import Attention, CachedLatentAttention, LatentAttention
 from megalite.model.embedding import EmbeddingGate
 from megalite.model.experts import MixtureOfExperts, Router, Routing
-from megalite.model.gated_convolution import GatedConvolution
 from megalite.model.gated_delta_net import GatedDeltaNet
 from megalite.model.kimi_delta_attention import KimiDeltaAttention
 from megalite.model.mamba import Mamba
 from megalite.model.mlp import MLP, multiply_output
 from megalite.model.norm import HeadRMSNorm, build_norm
 from megalite.model.recompute_region import recompute_first
+from megalite.model.recurrent_mixer import GatedConvolution
 from megalite.tensor_parallel.counter_random import Dropout
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_parameter
 from megalite.utils.wrapping import eager_point, wrap, wrap_point

@@ -1,4 +1,4 @@
-"""The base class of recurrent mixers, the convolution before the recurrence, and the recurrence by chunks.
+"""The base class of recurrent mixers, their convolution, also as a mixer alone, and recurrences by chunks.
 
 `chunked_recurrence` computes what `megalite.kernels.recurrence` computes in plain PyTorch, chunk by chunk. A
 token writes k u^T to the state S, after its decay. With the delta rule, the changes u = rate (v - S^T k) of a
@@ -10,7 +10,7 @@ Shapes: s sequence, b microbatch, h hidden size, c features of a tensor-parallel
 whose recurrence this rank computes, k tokens that the convolution sees, tp = tp.size. With context
 parallelism, s is the tokens of a rank outside of the recurrence. In `chunked_recurrence`, b samples, g query
 and key heads of this rank, r value heads that share one, s tokens, d size of a key head, e size of a value
-head, m chunks, c tokens of a chunk.
+head, m chunks, c tokens of a chunk. In `GatedConvolution`, h' are the channels that this rank computes.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megalite.attention.core import HeadExchange
+from megalite.attention.core import HeadExchange, StageCore
 from megalite.attention.positions import PositionInfo
-from megalite.config import RecomputeConfig
+from megalite.config import ModelConfig, RecomputeConfig
+from megalite.config.model.recurrence import GatedConvolutionSpec
 from megalite.data.batch.microbatch import BlockOutput, SampleNumbers
 from megalite.model.recompute_region import recompute_core, recompute_output
-from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, depth_scaled_std
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_parameter
 from megalite.tensor_parallel.placement import Cut
-from megalite.utils.wrapping import communication_point, wrap
+from megalite.utils.wrapping import communication_point, wrap, wrap_point
 
 
 class RecurrentMixer(nn.Module, ABC):
@@ -292,3 +293,47 @@ def _in_chunks(x: Tensor, size: int, dim: int) -> Tensor:
     missing = -x.shape[dim] % size
     padded = F.pad(x, (*(0, 0) * (-1 - dim), 0, missing)) if missing else x
     return padded.unflatten(dim, (-1, size))
+
+
+class GatedConvolution(RecurrentMixer):
+    """Computes projection(c * convolution(b * x)), where b, c and x are projections of the input; no bias.
+
+    Its only state is its last inputs (LFM2: arXiv 2511.23404).
+    """
+
+    kernel_problem = "a convolution"
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        context: LayerContext,
+        core: StageCore,
+        layer: int,
+        spec: GatedConvolutionSpec,
+    ) -> None:
+        super().__init__(context)
+        self.spec, self.saved = spec, core.recurrent_state(layer)
+        h, std, rows = spec.width, config.init_method_std, spec.group_rows
+        self.in_projection = ColumnParallelLinear(
+            h, sum(rows) * h, context, bias=False, std=std, fused_rows=rows
+        )
+        self.convolution = ShortConvolution(h, spec.kernel, std, context, function=lambda y: y)
+        self.projection = RowParallelLinear(
+            h, h, context, bias=False, std=depth_scaled_std(std, config.num_blocks)
+        )
+
+    @wrap_point
+    def recur(self, projected: Tensor, positions: PositionInfo) -> Tensor:
+        """Compute c * convolution(b * x), ``[s, b, h']``.
+
+        Args:
+            projected: b, c and x of each channel, ``[s, b, 3 h']``.
+        """
+        before, after, x = projected.unflatten(-1, (-1, len(self.spec.group_rows))).unbind(-1)
+        saved = self.saved
+        y, inputs = self.convolution(
+            before * x, positions.document_starts, None if saved is None else saved.inputs
+        )
+        if saved is not None:
+            saved.keep(inputs)
+        return after * y
