@@ -35,8 +35,7 @@ from megalite.kernels import ResidualSum
 from megalite.model.attention import Attention, CachedLatentAttention, LatentAttention
 from megalite.model.embedding import EmbeddingGate
 from megalite.model.experts import MixtureOfExperts, Router, Routing
-from megalite.model.gated_delta_net import GatedDeltaNet
-from megalite.model.kimi_delta_attention import KimiDeltaAttention
+from megalite.model.gated_delta_net import GatedDeltaNet, KimiDeltaAttention
 from megalite.model.mamba import Mamba
 from megalite.model.mlp import MLP, multiply_output
 from megalite.model.norm import HeadRMSNorm, build_norm
