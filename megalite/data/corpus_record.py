@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from megalite.data.blend import normalized, num_samples_to_build
 from megalite.data.corpus_sources import SPLIT_NAMES, Blend, Sources
+from megalite.data.file_ranges import Entries
 from megalite.data.gpt_dataset import EpochPlan, plan_epochs
-from megalite.data.index_arrays import Entries
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.loss_mask import LossMask
 from megalite.data.mixture import first_change, sources_read

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megalite.data import _index_builder
-from megalite.data.index_arrays import Entries
+from megalite.data.file_ranges import Entries
 from megalite.data.index_cache import CacheKey, IndexCache, digest_of, reported_progress
 from megalite.data.indexed_dataset import IndexedDataset, blocks_of
 from megalite.data.storage import FilesInUse, MappedBytes

@@ -14,8 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megalite.data._index_builder import TokenSource
-from megalite.data.file_ranges import FileRange, fetch_ranges, read_ranges
-from megalite.data.index_arrays import (
+from megalite.data.file_ranges import (
     BLOCK,
     DTYPE_CODES,
     HEADER,
@@ -23,11 +22,14 @@ from megalite.data.index_arrays import (
     VERSION,
     Entries,
     FetchedArray,
+    FileRange,
     IndexArrays,
     ListedIndex,
     check_index_documents,
     check_index_sequences,
+    fetch_ranges,
     read_header,
+    read_ranges,
 )
 from megalite.data.storage import CACHE_BYTES, MappedBytes, open_bytes
 from megalite.utils.errors import UserError

@@ -21,8 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megalite.data.file_ranges import Check, FileRange
-from megalite.data.index_arrays import DTYPE_CODES, Entries, FetchedArray, ListedIndex
+from megalite.data.file_ranges import DTYPE_CODES, Check, Entries, FetchedArray, FileRange, ListedIndex
 from megalite.data.indexed_dataset import IndexedDataset, blocks_of, sequence_lengths
 from megalite.data.storage import CACHE_BYTES, MappedBytes, exists, open_bytes, read_small
 from megalite.utils.errors import UserError

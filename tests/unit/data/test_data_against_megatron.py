@@ -13,8 +13,8 @@ import pytest
 
 from megalite.data import _index_builder
 from megalite.data.blend import normalized
+from megalite.data.file_ranges import HEADER, MAGIC, VERSION
 from megalite.data.gpt_dataset import GPTDataset, gpt_index, plan_epochs
-from megalite.data.index_arrays import HEADER, MAGIC, VERSION
 from megalite.data.indexed_dataset import IndexedDataset, IndexedWriter
 from tests.corpora import build_datasets, split_ranges
 

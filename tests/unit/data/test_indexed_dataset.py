@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.data import index_arrays
+from megalite.data import file_ranges
 from megalite.data.indexed_dataset import IndexedDataset, IndexedWriter, token_dtype
 from megalite.utils.errors import UserError
 
@@ -166,7 +166,7 @@ def test_damaged_index_is_named(prefix: str, at: int, data: bytes, message: str)
 def test_one_flipped_bit_of_a_length_or_an_offset_is_refused(
     prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(index_arrays, "BLOCK", 2)  # the last sequence is checked in a block of its own
+    monkeypatch.setattr(file_ranges, "BLOCK", 2)  # the last sequence is checked in a block of its own
     whole = Path(f"{prefix}.idx").read_bytes()
     for at in range(LENGTHS, DOCUMENTS):
         for bit in range(8):
