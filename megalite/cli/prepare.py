@@ -16,9 +16,17 @@ from pathlib import Path
 from typing import Any
 
 from megalite.cli.preprocess import partition
-from megalite.data.prepare.cluster import check_jobs, log_folder, submit
 from megalite.data.prepare.plan import PASSES, CorpusJob, CorpusPlan, make_plan, read_corpus_job
-from megalite.data.prepare.prepare import check_earlier, find_report, finish, run_pass, start
+from megalite.data.prepare.prepare import (
+    check_earlier,
+    check_jobs,
+    find_report,
+    finish,
+    log_folder,
+    run_pass,
+    start,
+    submit,
+)
 from megalite.data.preprocessing.preprocess import num_cores
 from megalite.frontends.tool_parser import ToolParser, positive_int
 from megalite.observe.report.page import corpus_page
