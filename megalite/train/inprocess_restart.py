@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megalite.checkpoint.lease import newest_holder
-from megalite.checkpoint.load_local import delete_parts_after, held_parts
+from megalite.checkpoint.relayout import delete_parts_after, held_parts
 from megalite.checkpoint.stored_run import StoredRun
 from megalite.config import CheckpointConfig, Config
 from megalite.config.validate import problems_of

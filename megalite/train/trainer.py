@@ -15,10 +15,9 @@ from torch import Tensor
 
 from megalite.checkpoint.lease import FolderLease
 from megalite.checkpoint.load import LoadPlan, load_checkpoint
-from megalite.checkpoint.load_local import load_local
 from megalite.checkpoint.parameter_range import Tensors
 from megalite.checkpoint.progress import TrainingProgress
-from megalite.checkpoint.relayout import exchange, hold
+from megalite.checkpoint.relayout import exchange, hold, load_local
 from megalite.checkpoint.save import Contents
 from megalite.checkpoint.saver import Saver
 from megalite.checkpoint.stored_run import StoredRun

@@ -15,10 +15,10 @@ from megalite.checkpoint import local_saves, save
 from megalite.checkpoint.folder import name_of
 from megalite.checkpoint.lease import hold_folder
 from megalite.checkpoint.load import load_checkpoint
-from megalite.checkpoint.load_local import load_local
 from megalite.checkpoint.manifest import FileRecord
 from megalite.checkpoint.parameter_range import Tensors
 from megalite.checkpoint.progress import TrainingProgress
+from megalite.checkpoint.relayout import load_local
 from megalite.checkpoint.save import Contents
 from megalite.checkpoint.saver import Saver
 from megalite.checkpoint.stored_run import StoredRun

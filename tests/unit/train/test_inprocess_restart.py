@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megalite.checkpoint.load_local import delete_parts_after, held_parts
+from megalite.checkpoint.relayout import delete_parts_after, held_parts
 from megalite.checkpoint.stored_run import StoredRun
 from megalite.config import CheckpointConfig, Config
 from megalite.distributed.regroup import Past, Processes, TrainingGroup
