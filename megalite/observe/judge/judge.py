@@ -18,9 +18,16 @@ from megalite.data.batch.microbatch import LM_LOSS
 from megalite.distributed.axes import MeshOptions
 from megalite.distributed.local_ranks import LocalRanks, RankError
 from megalite.distributed.topology import Topology
-from megalite.observe.judge.compare import GRADIENT, WEIGHT, Deviations, ReferenceCheck, largest, lines
+from megalite.observe.judge.compare import (
+    GRADIENT,
+    WEIGHT,
+    Deviations,
+    ReferenceCheck,
+    first_difference,
+    largest,
+    lines,
+)
 from megalite.observe.judge.full_record import FullRecord, FullTensor, join
-from megalite.observe.judge.locate import first_difference
 from megalite.observe.judge.program import ProgramFault
 from megalite.observe.judge.rank_record import Task, record_rank
 from megalite.observe.verify.layouts import Layout

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite.observe.judge.locate import first_difference
+from megalite.observe.judge.compare import first_difference
 from megalite.observe.judge.rank_record import Observation
 
 SIZES = {"tp": 2, "dp": 4}
