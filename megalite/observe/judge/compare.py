@@ -21,8 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megalite.observe.judge.full_record import FullRecord, FullTensor, Report
-from megalite.observe.judge.rank_record import Observation
+from megalite.observe.judge.rank_record import FullRecord, FullTensor, Observation, Report
 from megalite.observe.verify.compare_runs import ROUNDING, SMALLEST, magnitude, nan_last
 from megalite.utils.errors import few
 

@@ -27,9 +27,8 @@ from megalite.observe.judge.compare import (
     largest,
     lines,
 )
-from megalite.observe.judge.full_record import FullRecord, FullTensor, join
 from megalite.observe.judge.program import ProgramFault
-from megalite.observe.judge.rank_record import Task, record_rank
+from megalite.observe.judge.rank_record import FullRecord, FullTensor, Task, join, record_rank
 from megalite.observe.verify.layouts import Layout
 from megalite.observe.verify.record_run import gather_buffers, gather_stage
 from megalite.train.run_context import build_data, resolve_run

@@ -1,33 +1,94 @@
-"""Run a program on one rank, and record what must not depend on the layout."""
+"""Run a program on one rank, record what must not depend on the layout, and join the records of all ranks.
+
+A program that was written for 32 or 16 bits runs in fp64, so that layouts can agree to 14 digits. Joined
+records are full tensors, in which ranks that disagree are found.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import logging
+import math
 import os
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import closing, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 
 from megalite.config import Config
 from megalite.distributed.topology import Topology
-from megalite.observe.judge.precision import widened
 from megalite.observe.judge.program import Piece, Program, ProgramFault
 from megalite.observe.recorder import Reader, tensors_in, watch_modules
 from megalite.observe.verify.layouts import Layout
 from megalite.utils.errors import UserError, first_line
-from megalite.utils.torch_private import schema_of
+from megalite.utils.torch_private import backward_within, schema_of
+
+_WIDE: dict[Any, Any] = {
+    **dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), torch.float64),
+    **dict.fromkeys((Tensor.float, Tensor.bfloat16, Tensor.half), Tensor.double),
+}
+"""Replacements of dtypes, and of methods that cast to them."""
+_CASTS = {Tensor: ("float", "bfloat16", "half", "to"), torch: ("zeros", "zeros_like", "empty", "empty_like")}
+"""Functions that also replace dtypes within calls that the mode handles, such as attention of DTensors."""
+
+
+class _Widened(TorchFunctionMode):
+    """Mode in which each call that names a narrower dtype gets fp64 instead."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        return _wide_call(func)(*args, **(kwargs or {}))
+
+
+def _wide_call(function: Callable[..., Any]) -> Callable[..., Any]:
+    wide = _WIDE.get(function, function)
+    return lambda *args, **kwargs: wide(
+        *map(_widened, args), **{name: _widened(each) for name, each in kwargs.items()}
+    )
+
+
+def _widened(argument: Any) -> Any:
+    return _WIDE[argument] if isinstance(argument, torch.dtype) and argument in _WIDE else argument
+
+
+@contextmanager
+def widened() -> Iterator[None]:
+    """Let the block compute in fp64 whatever dtype its code names.
+
+    What C++ code chooses is not reached: a kernel that computes in 32 bits inside still does.
+    """
+    before, set_default = torch.get_default_dtype(), torch.set_default_dtype
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_dtype = lambda dtype: set_default(_widened(dtype))
+    casts = [(owner, name, getattr(owner, name)) for owner, names in _CASTS.items() for name in names]
+    for owner, name, function in casts:
+        setattr(owner, name, _wide_call(function))
+    try:
+        with _Widened() as mode, backward_within(mode):
+            yield
+    finally:
+        for owner, name, function in casts:
+            setattr(owner, name, function)
+        torch.set_default_dtype = set_default
+        torch.set_default_dtype(before)
 
 
 class Observation(NamedTuple):
@@ -265,3 +326,110 @@ def _copied(pieces: Mapping[str, Piece]) -> Pieces:
         name: piece._replace(tensor=piece.tensor.detach().clone(), shape=tuple(piece.shape))
         for name, piece in pieces.items()
     }
+
+
+class FullTensor(NamedTuple):
+    """Tensor that ranks hold together.
+
+    Attributes:
+        value: the elements, each of the first rank that holds it.
+        disagreement: largest difference between ranks that hold the same element; NaN if one of them is NaN.
+        total: sum of the elements over all ranks that hold them; None if they agree.
+        num_holders: number of ranks that hold each element.
+        ranks: the first rank, and one that disagrees with it.
+    """
+
+    value: Tensor
+    disagreement: float = 0.0
+    total: Tensor | None = None
+    num_holders: Tensor | None = None
+    ranks: tuple[int, ...] = ()
+
+
+Fulls = dict[str, FullTensor]
+Report = dict[str, list[float]]
+"""Numbers that a program reports for an iteration, by name: one of each rank that reports it."""
+
+
+@dataclass(frozen=True)
+class FullRecord:
+    """Results of a layout, as full tensors; see `RankRecord`."""
+
+    own_start: Fulls
+    start: Fulls
+    reports: list[Report]
+    gradients: Fulls
+    weights: Fulls
+    eps: float = 0.0  # relative distance of neighbouring numbers of the coarsest dtype that weights have
+    save_error: str = ""
+    traces: list[list[Observation]] = field(default_factory=list)
+
+
+def join(ranks: Sequence[RankRecord]) -> FullRecord:
+    """Join the records of all ranks of a layout.
+
+    Raises:
+        ProgramFault: an element of a tensor is on no rank, or ranks have different full shapes of it.
+    """
+    reports: list[Report] = [{} for _ in ranks[0].reports]
+    for rank in ranks:
+        for report, own in zip(reports, rank.reports, strict=True):
+            for name, value in own.items():
+                report.setdefault(name, []).append(value)
+    dtypes = {piece.tensor.dtype for rank in ranks for piece in rank.own_start.values()}
+    return FullRecord(
+        joined([rank.own_start for rank in ranks]),
+        joined([rank.start for rank in ranks]),
+        reports,
+        joined([rank.gradients for rank in ranks]),
+        joined([rank.weights for rank in ranks]),
+        max((torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point), default=0.0),
+        next((rank.save_error for rank in ranks if rank.save_error), ""),
+        [rank.trace for rank in ranks],
+    )
+
+
+def joined(ranks: Sequence[Mapping[str, Piece]]) -> Fulls:
+    """Join the pieces of all ranks."""
+    names = dict.fromkeys(name for pieces in ranks for name in pieces)
+    return {
+        name: _joined(name, {rank: pieces[name] for rank, pieces in enumerate(ranks) if name in pieces})
+        for name in names
+    }
+
+
+def _joined(name: str, pieces: Mapping[int, Piece]) -> FullTensor:
+    shapes = {piece.shape for piece in pieces.values()}
+    if len(shapes) > 1:
+        raise ProgramFault(f"ranks say that the full shape of {name} is {' and '.join(map(str, shapes))}")
+    (shape,) = shapes
+    size = torch.Size(shape).numel()
+    value, total, count = torch.zeros(size), torch.zeros(size), torch.zeros(size)
+    value, total = value.double(), total.double()
+    first = torch.full((size,), -1)
+    disagreement = 0.0
+    ranks: tuple[int, ...] = ()
+    for rank, piece in pieces.items():
+        positions = torch.arange(size) if piece.positions is None else piece.positions.flatten()
+        elements = piece.tensor.flatten().double()[positions >= 0]
+        positions = positions[positions >= 0]
+        held = count[positions] > 0
+        value[positions[~held]] = elements[~held]
+        first[positions[~held]] = rank
+        off = (value[positions] - elements).abs()
+        largest = float(off.max()) if off.numel() else 0.0
+        if not (math.isnan(disagreement) or largest <= disagreement):
+            at = int(off.nan_to_num(torch.inf).argmax())
+            disagreement, ranks = largest, (int(first[positions[at]]), rank)
+        total[positions] += elements
+        count[positions] += 1
+    if num_missing := int((count == 0).sum()):
+        raise ProgramFault(
+            f"no rank holds {num_missing} of the {size} elements of {name}: the pieces do not cover it"
+        )
+    full = FullTensor(value.view(shape))
+    if disagreement == 0.0:
+        return full
+    return full._replace(
+        disagreement=disagreement, total=total.view(shape), num_holders=count.view(shape), ranks=ranks
+    )

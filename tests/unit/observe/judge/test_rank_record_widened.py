@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megalite.observe.judge.precision import widened
+from megalite.observe.judge.rank_record import widened
 
 
 class Narrowing(torch.autograd.Function):

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megalite.observe.judge.full_record import join, joined
 from megalite.observe.judge.program import Piece, part_of
-from megalite.observe.judge.rank_record import RankRecord
+from megalite.observe.judge.rank_record import RankRecord, join, joined
 from megalite.utils.errors import UserError
 
 FULL = torch.arange(24.0).view(8, 3)
