@@ -33,10 +33,21 @@ from megalite.frontends.huggingface.dense import (
 )
 from megalite.frontends.huggingface.family import UNREADABLE, Entry, Family
 from megalite.frontends.huggingface.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA4
-from megalite.frontends.huggingface.gpt import BERT, BLOOM, GPT2, GPT_NEOX, GPTJ
+from megalite.frontends.huggingface.gpt import (
+    BERT,
+    BLOOM,
+    COHERE,
+    COHERE2,
+    GPT2,
+    GPT_NEOX,
+    GPTJ,
+    NEMOTRON,
+    PHI,
+    STABLELM,
+    STARCODER2,
+)
 from megalite.frontends.huggingface.hybrids import FALCON_H1, LFM2, OLMO_HYBRID
 from megalite.frontends.huggingface.kimi import KIMI_LINEAR
-from megalite.frontends.huggingface.layer_norm import COHERE, COHERE2, NEMOTRON, PHI, STABLELM, STARCODER2
 from megalite.frontends.huggingface.llama import (
     GPT_OSS,
     LLAMA,
