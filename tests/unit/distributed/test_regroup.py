@@ -15,11 +15,12 @@ from subprocess import PIPE
 import pytest
 from torch.distributed import HashStore
 
-from megalite.distributed import loss_watch, processes, regroup
-from megalite.distributed.loss_watch import LossWatch
+from megalite.distributed import processes, regroup
 from megalite.distributed.processes import Process, _open_store_at
 from megalite.distributed.regroup import Arrival, HeldPart, Past, Processes, TrainingGroup
 from megalite.distributed.rendezvous import GLOO_INTERFACE, Launch
+from megalite.train import inprocess_restart
+from megalite.train.inprocess_restart import LossWatch
 from megalite.utils.errors import UserError
 
 PAST = Past([0, 1], 7, "tp 2", 0.0)
@@ -27,9 +28,9 @@ PAST = Past([0, 1], 7, "tp 2", 0.0)
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (regroup, loss_watch):
+    for module in (regroup, inprocess_restart):
         monkeypatch.setattr(module, "SILENCE_SECONDS", 2.0)
-    for module in (processes, regroup, loss_watch):
+    for module in (processes, regroup, inprocess_restart):
         monkeypatch.setattr(module, "ANSWER_SECONDS", 2.0)
     monkeypatch.setattr(regroup, "_SETTLE_SECONDS", 0.3)
     monkeypatch.setenv(GLOO_INTERFACE, "lo")
