@@ -28,13 +28,13 @@ from torch.utils._pytree import tree_map
 from megalite.attention.choice import build_core
 from megalite.attention.positions import PositionInfo
 from megalite.config import ModelConfig, ParallelConfig
-from megalite.config.entry_point import run_main
 from megalite.config.presets import PRESETS
 from megalite.distributed.topology import Topology
 from megalite.kernels import VisibleKeys, activations, norm, rotary
 from megalite.model.layer import TransformerLayer
 from megalite.tensor_parallel.gemm import MainGrad
 from megalite.tensor_parallel.parameter_spec import LayerContext
+from megalite.utils.commands import run_main
 from megalite.utils.hardware.gpus import GPUS
 
 BATCH = 16

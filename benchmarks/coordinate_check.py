@@ -21,10 +21,10 @@ from dataclasses import replace
 from torch import Tensor
 
 from megalite.config import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
-from megalite.config.entry_point import run_main
 from megalite.distributed.rendezvous import Launch
 from megalite.distributed.topology import Topology
 from megalite.train.trainer import start_trainer
+from megalite.utils.commands import run_main
 from megalite.utils.log import log
 
 WIDTHS = (64, 128, 256, 512)

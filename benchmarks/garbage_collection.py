@@ -21,7 +21,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from megalite.config import Config, DataConfig, ParallelConfig, TrainingConfig
-from megalite.config.entry_point import run_main
 from megalite.config.presets import PRESETS
 from megalite.distributed.rendezvous import Launch
 from megalite.distributed.topology import Topology
@@ -31,6 +30,7 @@ from megalite.train.stopping import RequeueNote, StopConditions, StopSignals
 from megalite.train.telemetry.writers import Writers
 from megalite.train.train_step import StepResult
 from megalite.train.trainer import start_trainer
+from megalite.utils.commands import run_main
 from megalite.utils.log import log
 
 

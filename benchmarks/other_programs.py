@@ -24,7 +24,6 @@ from benchmarks.transformer_engine import (
     with_passes,
 )
 from megalite.config import Config, ModelConfig
-from megalite.config.entry_point import run_main
 from megalite.observe.unit_record import Phase, UnitKey, UnitRecord
 from megalite.plan.communication import Cluster, Group
 from megalite.plan.estimate import RunPlan
@@ -34,6 +33,7 @@ from megalite.plan.plan_report import plan_lines
 from megalite.plan.plan_request import Request, read_request
 from megalite.plan.planned_run import Kernels, PlannedRun
 from megalite.plan.units import ModelUnits, RankUnits, units_of
+from megalite.utils.commands import run_main
 from megalite.utils.errors import UserError
 
 LAUNCH_SECONDS = 7e-6

@@ -37,7 +37,7 @@ from one_rank_peers import as_others_run, compiled, megalite, plain, transformer
 from turns import Build, Measured, take_turns
 
 from megalite.config import Config
-from megalite.config.entry_point import run_main
+from megalite.utils.commands import run_main
 from megalite.utils.errors import UserError
 
 PEERS: dict[str, Build] = {

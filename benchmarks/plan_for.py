@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from benchmarks.megatron_settings import WHOLE, MegatronSettings
 from benchmarks.other_programs import OtherPlan, request_of
 from megalite.config.arguments import FlagTokens, split_tokens
-from megalite.config.entry_point import run_main
+from megalite.utils.commands import run_main
 from megalite.config.fields import fields_by_flag
 from megalite.config.recompute import Module
 from megalite.frontends.megatron.rules import accepted_flags, missing_feature

@@ -24,7 +24,6 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from megalite.config import ModelConfig
-from megalite.config.entry_point import run_main
 from megalite.config.model.model_config import padded_vocab_size
 from megalite.config.model_flops import flops_per_token
 from megalite.config.presets import PRESETS
@@ -38,6 +37,7 @@ from megalite.plan.kernel_time import (
 )
 from megalite.plan.planned_run import FusedKernel
 from megalite.plan.units import whole_model
+from megalite.utils.commands import run_main
 from megalite.utils.errors import UserError
 from megalite.utils.hardware.gpus import GPUS, Gpu, find_gpu
 

@@ -13,7 +13,6 @@ from megalite.config import ParallelConfig as ParallelConfig
 from megalite.config import RecomputeConfig as RecomputeConfig
 from megalite.config import TrainingConfig as TrainingConfig
 from megalite.config import check_config as check_config
-from megalite.config.entry_point import run_rank as run_rank
 from megalite.data.batch.microbatch import LossTerm as LossTerm
 from megalite.data.batch.microbatch import Microbatch as Microbatch
 from megalite.data.batch.microbatch import WithTerms as WithTerms
@@ -62,6 +61,7 @@ from megalite.train.stopping import Stop as Stop
 from megalite.train.train_step import StepResult as StepResult
 from megalite.train.trainer import Trainer as Trainer
 from megalite.train.trainer import start_trainer as start_trainer
+from megalite.utils.commands import run_rank as run_rank
 from megalite.utils.errors import UserError as UserError
 from megalite.utils.wrapping import wrap_point as wrap_point
 

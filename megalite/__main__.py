@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from megalite import __version__
-from megalite.utils.commands import COMMANDS, main_of
+from megalite.utils.commands import COMMANDS, main_of, run_main, run_rank
 
 
 def main() -> None:
@@ -31,14 +31,11 @@ def main() -> None:
     except BrokenPipeError:  # such as `| head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return
-    from megalite.config.entry_point import run_main
-
     run_main(_reject, [name])
 
 
 def run_command(name: str) -> None:
     """Run a command with the arguments of this process. Only its code is imported."""
-    from megalite.config.entry_point import run_main, run_rank
 
     def import_and_run(arguments: Sequence[str]) -> None:
         # Import here, where Ctrl-C ends the program with one line: importing torch takes seconds.

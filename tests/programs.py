@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from megalite.config import entry_point
 from megalite.distributed.local_ranks import forked_with_torch
+from megalite.utils import commands
 
 ROOT = Path(__file__).parents[1]
 
@@ -107,7 +107,7 @@ def _main(line: Sequence[str], environment: Mapping[str, str], outputs: Sequence
     os.chdir(ROOT)
     os.environ.update(environment, CUDA_VISIBLE_DEVICES="")
     tempfile.tempdir = None  # what the server has found in its own TMPDIR
-    entry_point._SECONDS_FOR_THE_FIRST_RANK = 0.0  # no torchrun would end the first rank before it prints
+    commands._SECONDS_FOR_THE_FIRST_RANK = 0.0  # no torchrun would end the first rank before it prints
     sys.argv = list(line)
     sys.path.insert(0, str((ROOT / line[0]).parent))
     runpy.run_path(line[0], run_name="__main__")

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megalite.config.entry_point import run_main
-from megalite.utils.commands import COMMANDS, main_of
+from megalite.utils.commands import COMMANDS, main_of, run_main
 
 ROOT = Path(__file__).parents[2]
 _BLOCK = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)

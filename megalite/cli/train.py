@@ -16,10 +16,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from megalite.config import Config
-from megalite.config.entry_point import is_first_rank, run_rank
 from megalite.config.model.transformer import Architecture
 from megalite.config.validate import problems_of
 from megalite.frontends.command_line import NEEDED_TO_TRAIN, ParsedRun, parse_run
+from megalite.utils.commands import is_first_rank, run_rank
 from megalite.utils.errors import ConfigError, UserError
 
 if TYPE_CHECKING:

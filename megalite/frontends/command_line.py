@@ -25,7 +25,6 @@ from megalite.config.arguments import (
     split_tokens,
 )
 from megalite.config.config import Config, unset_options
-from megalite.config.entry_point import is_first_rank
 from megalite.config.fields import ConfigField, ValueKind, config_fields, field_docs, fields_by_flag
 from megalite.config.model.layers import layer_lines
 from megalite.config.model.model_config import ModelConfig
@@ -52,7 +51,7 @@ from megalite.frontends.megatron.rules import (
     refused_flags,
     rule_of,
 )
-from megalite.utils.commands import command_name
+from megalite.utils.commands import command_name, is_first_rank
 from megalite.utils.errors import ConfigError, one_line
 
 _HELP, _HELP_ALL = ("--help", "-h"), "--help-all"

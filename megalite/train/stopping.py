@@ -18,10 +18,10 @@ import torch.distributed as dist
 
 from megalite.checkpoint.lease import FolderLease
 from megalite.config import TrainingConfig
-from megalite.config.entry_point import is_first_rank
 from megalite.distributed.axis import CHECKPOINT
 from megalite.distributed.collectives import all_reduce, largest_of_all
 from megalite.distributed.topology import Topology
+from megalite.utils.commands import is_first_rank
 from megalite.utils.files import no_follow
 from megalite.utils.log import log
 

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from megalite.cli import train
-from megalite.config.entry_point import run_main
 from megalite.data.indexed_dataset import IndexedWriter
 from megalite.train.stopping import STOP_SIGNALS
+from megalite.utils.commands import run_main
 from tests.programs import run_program, run_program_on_ranks
 
 ROOT = Path(__file__).parents[2]

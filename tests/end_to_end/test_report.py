@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from megalite.cli import report
-from megalite.config.entry_point import run_main
 from megalite.train.tracing import Lane, TraceSpan, write_trace
+from megalite.utils.commands import run_main
 from tests.run_folder import write_restarted_run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

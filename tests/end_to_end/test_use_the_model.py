@@ -18,7 +18,7 @@ import pytest
 
 from megalite.checkpoint.manifest import CONFIG
 from megalite.cli import evaluate, generate
-from megalite.config.entry_point import run_main
+from megalite.utils.commands import run_main
 from megalite.utils.log import LineInterval
 from tests.checkpoint_folder import reseal
 from tests.end_to_end.conftest import TINY_FLAGS, status_of

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megalite.cli import train
-from megalite.config.entry_point import run_main
 from megalite.distributed.local_ranks import forked_with_torch
+from megalite.utils.commands import run_main
 from tests.programs import free_port
 
 _SECONDS_TO_NOTICE = 20.0

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[3]
 PROGRAM = """
 import time
 from megalite import ParallelConfig
-from megalite.config.entry_point import run_main
+from megalite.utils.commands import run_main
 from megalite.distributed import local_ranks
 
 def wait(topology):

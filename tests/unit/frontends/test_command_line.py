@@ -12,14 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.config import Config, ModelConfig, OptimizerConfig, check_config, entry_point
+from megalite.config import Config, ModelConfig, OptimizerConfig, check_config
 from megalite.config.arguments import SYNONYMS, WITHOUT_COUNTERPART
-from megalite.config.entry_point import run_main
 from megalite.config.fields import config_fields, field_docs, fields_by_flag
 from megalite.config.model.transformer import Architecture
 from megalite.config.presets import PRESETS
 from megalite.frontends.command_line import known_flags, parse
 from megalite.frontends.megatron.rules import megatron_rules
+from megalite.utils import commands
+from megalite.utils.commands import run_main
 from megalite.utils.errors import ConfigError, UserError
 
 ENOUGH = ["--train-iters", "1", "--data-path", "p", "--tokenizer-type", "byte"]
@@ -346,7 +347,7 @@ def test_only_the_first_rank_prints(
         raise ConfigError(["one thing", "another"])
 
     waits: list[float] = []
-    monkeypatch.setattr(entry_point.time, "sleep", waits.append)
+    monkeypatch.setattr(commands.time, "sleep", waits.append)
     for rank, printed in (("0", "error: one thing\nerror: another\n"), ("1", "")):
         monkeypatch.setenv("RANK", rank)
         with pytest.raises(SystemExit) as caught:

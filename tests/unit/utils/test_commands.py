@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 import megalite
+from megalite import __main__ as program
 from megalite.__main__ import run_command
-from megalite.config import entry_point
 from megalite.frontends.command_line import TRAINED_BY
 from megalite.plan.plan_report import answer
 from megalite.utils.commands import (
@@ -117,7 +117,7 @@ def test_a_script_only_runs_its_command(name: str) -> None:
 def test_a_command_has_the_entry_point_of_its_kind(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     called = []
     for runner in ("run_rank", "run_main"):
-        monkeypatch.setattr(entry_point, runner, lambda *_, runner=runner: called.append(runner))
+        monkeypatch.setattr(program, runner, lambda *_, runner=runner: called.append(runner))
     run_command(name)
     assert called == ["run_rank" if COMMANDS[name].is_rank else "run_main"]
 

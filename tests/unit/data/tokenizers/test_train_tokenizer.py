@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from megalite.cli.datasets import train_tokenizer as main
-from megalite.config.entry_point import run_main
 from megalite.data.tokenizers.tokenizer import TokenizerFiles, build_tokenizer
+from megalite.utils.commands import run_main
 
 CORPUS_DIR = Path(__file__).parents[4] / "scripts" / "corpus"
 CORPUS = CORPUS_DIR / "bible.jsonl.gz"

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 MORE_THAN_A_BUFFER = ["--stages", "16", "--microbatches", "256"]
-RUN = "from megalite.config.entry_point import run_main; run_main(main, [])"
+RUN = "from megalite.utils.commands import run_main; run_main(main, [])"
 
 
 def run_unread(*arguments: str, unbuffered: bool = False) -> subprocess.CompletedProcess[str]:
@@ -76,7 +76,7 @@ def test_the_list_of_commands_ends_silently() -> None:
 
 RANK = """
 import atexit
-from megalite.config.entry_point import run_rank
+from megalite.utils.commands import run_rank
 from megalite.utils.errors import UserError
 
 class Last:
