@@ -17,7 +17,7 @@ from statistics import median
 from typing import NamedTuple
 
 from benchmarks.other_programs import program_named, request_of
-from megalite.config.model_flops import flops_per_token_by_convention
+from megalite.config.model.model_config import flops_per_token_by_convention
 from megalite.plan.estimate import RunPlan
 
 CASES = Path(__file__).parent / "planner_expert_cases.csv"

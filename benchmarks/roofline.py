@@ -24,8 +24,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from megalite.config import ModelConfig
-from megalite.config.model.model_config import padded_vocab_size
-from megalite.config.model_flops import flops_per_token
+from megalite.config.model.model_config import flops_per_token, padded_vocab_size
 from megalite.config.presets import PRESETS
 from megalite.plan.kernel_time import (
     FUSED_BACKWARD,

@@ -36,7 +36,7 @@ from turns import Build, Measured, take_turns
 
 from megalite import kernels
 from megalite.config import Config
-from megalite.config.model_flops import CONVENTION, flops_per_token
+from megalite.config.model.model_config import CONVENTION, flops_per_token
 from megalite.utils.commands import run_main
 from megalite.utils.errors import UserError
 from megalite.utils.hardware.gpus import peak_tflops

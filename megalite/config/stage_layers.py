@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from functools import cache
 
 from megalite.config.config import Config
-from megalite.config.model.model_config import ModelConfig, padded_vocab_size
-from megalite.config.model_flops import layer_weights, mtp_weights
+from megalite.config.model.model_config import ModelConfig, layer_weights, mtp_weights, padded_vocab_size
 from megalite.config.parallel import LAYER_CLASS
 from megalite.pipeline.schedules import DEFAULT_NUM_CHUNKS, SCHEDULES, StageMap
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from megalite.config.model_flops import CONVENTION, flops_per_token_by_convention
+from megalite.config.model.model_config import CONVENTION, flops_per_token_by_convention
 from megalite.distributed.axes import EXPERTS
 from megalite.plan.iteration_time import IterationTime, time_iteration
 from megalite.plan.layer_time import WorkSeconds

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megalite.config.model_flops import CONVENTION
+from megalite.config.model.model_config import CONVENTION
 from megalite.plan.estimate import RunPlan, as_object, duration, large, plain, run_costs
 from megalite.plan.goodput import GoodputPlan
 from megalite.plan.layout_fields import layout_name, legend_lines, routing_line

@@ -18,8 +18,7 @@ from megalite.checkpoint.progress import CallbackStates
 from megalite.checkpoint.stored_run import StoredRun, iterations_at
 from megalite.config import CheckpointConfig, Config, OptimizerConfig, ParallelConfig, check_config, to_yaml
 from megalite.config.fields import config_fields
-from megalite.config.model.model_config import padded_vocab_size
-from megalite.config.model_flops import CONVENTION
+from megalite.config.model.model_config import CONVENTION, padded_vocab_size
 from megalite.config.option import flag_of
 from megalite.config.training import EXPERT_NOTES
 from megalite.distributed.agreement import code_record

@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 from megalite.config import Config, ModelConfig, OptimizerConfig, to_yaml
-from megalite.config.model.model_config import round_up
-from megalite.config.model_flops import flops_per_token
+from megalite.config.model.model_config import flops_per_token, round_up
 from megalite.config.option import flag_of
 from megalite.data.tokenizers.tokenizer import configured_tokenizer
 from megalite.plan.estimate import plain

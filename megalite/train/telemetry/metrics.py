@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from megalite.config import ModelConfig, TrainingConfig
-from megalite.config.model_flops import flops_per_token
+from megalite.config.model.model_config import flops_per_token
 from megalite.data.batch.microbatch import LM_LOSS
 from megalite.train.telemetry.time_terms import TimeSample
 from megalite.train.telemetry.timers import TimesByRank

@@ -11,8 +11,7 @@ from unittest import mock
 import pytest
 
 from megalite.config import Config, DataConfig, LoggingConfig, ModelConfig, OptimizerConfig, TrainingConfig
-from megalite.config.model.model_config import padded_vocab_size
-from megalite.config.model_flops import flops_per_token_by_convention
+from megalite.config.model.model_config import flops_per_token_by_convention, padded_vocab_size
 from megalite.distributed.topology import Topology
 from megalite.observe.verify.layouts import Layout
 from megalite.plan.rank_memory import stage_bytes

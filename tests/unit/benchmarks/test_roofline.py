@@ -31,7 +31,7 @@ from benchmarks.roofline import (
 from benchmarks.roofline_published import compared_runs, shares
 from docs.make.roofline_figures import step_and_mfu, with_figures
 from megalite.config import Config, DataConfig, OptimizerConfig, ParallelConfig, TrainingConfig
-from megalite.config.model_flops import flops_per_token
+from megalite.config.model.model_config import flops_per_token
 from megalite.config.presets import PRESETS
 from megalite.data.batch.microbatch import Microbatch
 from megalite.distributed.topology import Topology

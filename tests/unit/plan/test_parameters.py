@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megalite.config import Config, ModelConfig, ParallelConfig, TrainingConfig
-from megalite.config.model_flops import layer_weights
+from megalite.config.model.model_config import layer_weights
 from megalite.config.presets import PRESETS
 from megalite.config.stage_layers import layers_of_stages
 from megalite.distributed.topology import Topology

@@ -11,7 +11,7 @@ import pytest
 
 from megalite.cli.ladder import main
 from megalite.config import Config
-from megalite.config.model_flops import flops_per_token
+from megalite.config.model.model_config import flops_per_token
 from megalite.config.presets import PRESETS
 from megalite.config.validate import problems_of
 from megalite.frontends.command_line import parse, parse_run

@@ -20,8 +20,11 @@ from megalite.config import (
     TrainingConfig,
     check_config,
 )
-from megalite.config.model.model_config import padded_vocab_size
-from megalite.config.model_flops import flops_per_token, flops_per_token_by_convention
+from megalite.config.model.model_config import (
+    flops_per_token,
+    flops_per_token_by_convention,
+    padded_vocab_size,
+)
 from megalite.distributed.topology import Topology
 from megalite.kernels import CausalSoftmax, flash_attention, recurrence
 from megalite.kernels.weight_gradient import add_weight_gradient_

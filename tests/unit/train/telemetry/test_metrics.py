@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megalite.config import ModelConfig
-from megalite.config.model_flops import flops_per_token
+from megalite.config.model.model_config import flops_per_token
 from megalite.train.telemetry.metrics import (
     IntervalMeter,
     IterationMetrics,

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from megalite.config.model.model_config import padded_vocab_size
-from megalite.config.model_flops import flops_per_token, mtp_weights
+from megalite.config.model.model_config import flops_per_token, mtp_weights, padded_vocab_size
 from megalite.config.presets import PRESETS
 from megalite.distributed.topology import Topology
 from tests.stages import build_stage

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from megalite.config import ModelConfig
-from megalite.config.model_flops import (
+from megalite.config.model.model_config import (
     flops_per_token,
     flops_per_token_by_convention,
     layer_weights,
