@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from megalite.cli.where import sample_spans
 from megalite.data import _index_builder
 from megalite.data.bert_dataset import BertDataset, BertOptions, BertSamples, word_pieces
 from megalite.data.build_datasets import BuildOptions, build_from_corpora, open_corpora
@@ -22,7 +23,6 @@ from megalite.data.corpus_sources import sources_of_one_blend
 from megalite.data.index_cache import IndexCache
 from megalite.data.indexed_dataset import IndexedDataset, IndexedWriter
 from megalite.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer, TokenizerFiles, build_tokenizer
-from megalite.train.trace_sample import sample_spans
 from megalite.utils.errors import UserError
 
 ROOT = Path(__file__).parents[3]

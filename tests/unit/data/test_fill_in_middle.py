@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from megalite.cli.where import sample_spans
 from megalite.data.fill_in_middle import FillInMiddle, FillInMiddleDataset, find_marks
 from megalite.data.gpt_dataset import gather
 from megalite.data.tokenizers.tokenizer import TokenizerFiles, build_tokenizer
-from megalite.train.trace_sample import sample_spans
 from megalite.utils.errors import UserError
 
 EOD, PREFIX, MIDDLE, SUFFIX = 0, 1, 2, 3

@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megalite.cli.where import sample_spans
 from megalite.data.blend import Epochs
 from megalite.data.index_cache import IndexCache
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.packed_dataset import PackedDataset, PackingOptions, sequences_row
-from megalite.train.trace_sample import sample_spans
 from megalite.utils.errors import UserError
 from tests.chat import write_masked
 

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from megalite.cli.where import main
+from megalite.cli.where import main, trace_iteration
 from megalite.data.batch_loader import microbatch_samples
 from megalite.data.build_datasets import BuildOptions, num_samples_per_split
 from megalite.data.corpus_sources import sources_of_one_blend
@@ -18,7 +18,6 @@ from megalite.data.indexed_dataset import IndexedDataset, IndexedWriter
 from megalite.data.prepare.report import SOURCE, write_sources
 from megalite.data.samples import GPTSamples
 from megalite.frontends.command_line import parse
-from megalite.train.trace_sample import trace_iteration
 from megalite.utils.errors import UserError
 from tests.corpora import build_from_sources
 
