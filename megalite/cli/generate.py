@@ -1,41 +1,52 @@
-"""Continue prompts with a trained model.
-
-megalite generate --load runs/quickstart/checkpoints --prompt "In the beginning"
-
-The checkpoint's config defines the model and tokenizer. A checkpoint from any layout can be loaded. A single
-sample of a single prompt is printed while it is generated; otherwise text is printed when its batch is
-complete. Under torchrun, layers are sharded over tensor-parallel ranks, the keys and values of a long prompt
-are divided over context-parallel ranks, and prompts are distributed over the replicas. The text is the same
-in any layout and batch.
-"""
+"""Use a trained model: continue prompts, and evaluate it on text or tasks."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from megalite.attention.cache import CachedCore
+from megalite.data.tokenizers.tokenizer import check_tokenizer
 from megalite.distributed.topology import Topology
-from megalite.frontends.tool_parser import ToolParser, positive_int
+from megalite.frontends.tool_parser import ToolParser, local_path, positive_int
+from megalite.generate.evaluate_text import (
+    EvaluationResult,
+    WindowOptions,
+    evaluate_corpus,
+    evaluate_split,
+    evaluate_texts,
+)
 from megalite.generate.generator import CompletionWriter, Generator, Prompt, Sampler, Sampling
-from megalite.generate.prompts import as_questions, from_first_rank, prompts_of, read_prompts
+from megalite.generate.prompts import as_questions, from_first_rank, prompts_of, read_prompts, read_text
 from megalite.generate.trained_model import (
     ModelFlags,
+    TrainedModel,
     load_model,
     open_trained,
     start_ranks,
     stop_token,
     tokenizer_of,
 )
+from megalite.utils.errors import UserError
 from megalite.utils.log import log
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Load the model, and print the text after each prompt."""
+def generate(arguments: Sequence[str]) -> None:
+    """Continue prompts with a trained model.
+
+    megalite generate --load runs/quickstart/checkpoints --prompt "In the beginning"
+
+    The checkpoint's config defines the model and tokenizer. A checkpoint from any layout can be loaded. A
+    single sample of a single prompt is printed while it is generated; otherwise text is printed when its
+    batch is complete. Under torchrun, layers are sharded over tensor-parallel ranks, the keys and values of a
+    long prompt are divided over context-parallel ranks, and prompts are distributed over the replicas. The
+    text is the same in any layout and batch.
+    """
     flags = _flags(arguments)
     sampling = Sampling(flags.temperature, flags.top_k, flags.top_p, flags.seed)
     model_flags = ModelFlags.of(flags)
@@ -61,7 +72,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _flags(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = ToolParser(description=__doc__)
+    parser = ToolParser(description=generate.__doc__)
     prompts = parser.add_mutually_exclusive_group(required=True)
     prompts.add_argument("--prompt", help="the text to continue; - for all of standard input")
     prompts.add_argument(
@@ -134,3 +145,144 @@ def _put(text: str, topology: Topology) -> None:
     if topology.rank == 0:
         sys.stdout.write(text)
         sys.stdout.flush()
+
+
+def evaluate(arguments: Sequence[str]) -> None:
+    """Compute the loss and perplexity of text under a trained model, or its scores in benchmark tasks.
+
+    megalite evaluate --load runs/quickstart/checkpoints --split valid
+    megalite evaluate --load runs/llama/checkpoints --tasks hellaswag,arc_easy
+
+    The checkpoint's config defines the model and tokenizer. A checkpoint from any layout can be loaded. Under
+    torchrun, layers are sharded over tensor-parallel ranks, samples are cut over context-parallel ranks, and
+    the text is distributed over the replicas. --tasks needs lm-evaluation-harness (pip install
+    "megalite[eval]"), which loads the data of its tasks.
+    """
+    flags = _evaluation_flags(arguments)
+    model_flags = ModelFlags.of(flags)
+    with start_ranks(model_flags, vars(flags)) as topology:
+        trained = open_trained(model_flags, topology)
+        if flags.tasks:
+            _print_tasks(flags, model_flags, trained, topology)
+            return
+        for result in _evaluated(flags, model_flags, trained, topology):
+            if topology.rank == 0:
+                print(_result_json(result, trained) if flags.json else _result_line(result), flush=True)
+
+
+def _evaluation_flags(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = ToolParser(description=evaluate.__doc__)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument(
+        "--text", nargs="+", help="files of UTF-8 text, each a document; - for standard input"
+    )
+    source.add_argument("--data-path", help="prefix of a .bin/.idx pair, all of which is evaluated")
+    source.add_argument(
+        "--split", choices=("valid", "test"), help="a split of the run's own data, evaluated as in training"
+    )
+    source.add_argument(
+        "--tasks", metavar="NAMES", help="tasks of lm-evaluation-harness, such as arc_easy,mmlu*"
+    )
+    tasks = parser.add_argument_group("tasks")
+    tasks.add_argument(
+        "--task-folder", type=local_path, metavar="FOLDER", help="folder of more tasks, as YAML files"
+    )
+    tasks.add_argument(
+        "--num-fewshot", type=int, metavar="N", help="examples before a question (default the task's number)"
+    )
+    tasks.add_argument("--limit", type=positive_int, metavar="N", help="questions per task (default all)")
+    windows = parser.add_argument_group("windows")
+    windows.add_argument("--seq-length", type=positive_int, help="tokens per window (default the run's)")
+    windows.add_argument(
+        "--stride",
+        type=positive_int,
+        help="tokens from the start of one window to the next; below --seq-length, tokens have more context "
+        "(default --seq-length)",
+    )
+    windows.add_argument(
+        "--micro-batch-size",
+        type=positive_int,
+        help="windows, samples or questions per batch (default the run's)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
+    ModelFlags.add_to(parser)
+    flags = parser.parse_args(arguments)
+    others = ("task_folder", "num_fewshot", "limit")
+    if not flags.tasks and (passed := [name for name in others if getattr(flags, name) is not None]):
+        raise UserError(f"--{passed[0].replace('_', '-')} is for --tasks: remove it, or pass --tasks")
+    if flags.tasks and (flags.seq_length or flags.stride):
+        raise UserError("--tasks uses the model's own sequence length: remove --seq-length and --stride")
+    if flags.split and (flags.seq_length or flags.stride):
+        raise UserError("--split uses the run's own samples: remove --seq-length and --stride")
+    return flags
+
+
+def _evaluated(
+    flags: argparse.Namespace, model_flags: ModelFlags, trained: TrainedModel, topology: Topology
+) -> Iterator[EvaluationResult]:
+    if flags.split:
+        yield from evaluate_split(
+            trained, flags.split, model_flags.parallel, flags.micro_batch_size, topology
+        )
+        return
+    config = trained.config
+    seq_length = flags.seq_length or config.model.seq_length
+    batch_size = flags.micro_batch_size or config.training.micro_batch_size
+    options = WindowOptions(seq_length, flags.stride or seq_length, batch_size)
+    if flags.text:
+        tokenizer = tokenizer_of(trained, model_flags, topology)
+        texts = from_first_rank(lambda: {path: read_text(path, "--text") for path in flags.text}, topology)
+        yield from evaluate_texts(trained, texts, tokenizer, options, topology)
+        return
+    if (model_flags.tokenizer or config.data).resolved_tokenizer_type is not None:
+        tokenizer = tokenizer_of(trained, model_flags, topology)
+        with topology.agreed():
+            check_tokenizer([flags.data_path], tokenizer)
+    yield evaluate_corpus(trained, flags.data_path, options, topology)
+
+
+def _print_tasks(
+    flags: argparse.Namespace, model_flags: ModelFlags, trained: TrainedModel, topology: Topology
+) -> None:
+    """Print the table of the tasks' scores, or the harness's results as JSON.
+
+    Raises:
+        UserError: lm_eval is not installed.
+    """
+    if importlib.util.find_spec("lm_eval") is None:
+        raise UserError('--tasks needs lm-evaluation-harness: pip install "megalite[eval]"')
+    from lm_eval.utils import make_table
+
+    from megalite.generate.benchmark_tasks import evaluate_tasks
+
+    results = evaluate_tasks(
+        trained,
+        tokenizer_of(trained, model_flags, topology),
+        topology,
+        flags.tasks.split(","),
+        folder=flags.task_folder,
+        num_fewshot=flags.num_fewshot,
+        limit=flags.limit,
+        batch_size=flags.micro_batch_size or trained.config.training.micro_batch_size,
+    )
+    if topology.rank == 0 and results is not None:
+        scores = {name: results[name] for name in ("results", "n-shot", "n-samples")}
+        record = {"iteration": trained.iteration, **scores}
+        print(json.dumps(record, default=str) if flags.json else make_table(results), flush=True)
+
+
+def _result_line(result: EvaluationResult) -> str:
+    tokens = "" if result.num_tokens is None else f" | tokens: {result.num_tokens:,}"
+    bits = "" if result.bits_per_byte is None else f" | bits per byte: {result.bits_per_byte:.4f}"
+    others = "".join(f" | {name.replace('_', ' ')}: {loss:.6E}" for name, loss in result.other_losses.items())
+    perplexity = f"perplexity: {result.perplexity:.6E}"
+    return f"{result.name} | lm loss: {result.loss:.6E} | {perplexity}{others}{tokens}{bits}"
+
+
+def _result_json(result: EvaluationResult, trained: TrainedModel) -> str:
+    fields = dataclasses.asdict(result)
+    losses = fields.pop("other_losses")
+    return json.dumps(
+        {"iteration": trained.iteration, "perplexity": result.perplexity, **fields, **losses},
+        ensure_ascii=False,
+    )

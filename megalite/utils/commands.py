@@ -50,8 +50,10 @@ COMMANDS = {
     "plan": Command(
         "tools/plan.py", "estimate memory, time and price of a run, and search its layout", "plan"
     ),
-    "generate": Command("tools/generate.py", "continue prompts with a trained model", is_rank=True),
-    "evaluate": Command("tools/evaluate.py", "compute loss and perplexity of text", is_rank=True),
+    "generate": Command(
+        "tools/generate.py", "continue prompts with a trained model", "generate", is_rank=True
+    ),
+    "evaluate": Command("tools/evaluate.py", "compute loss and perplexity of text", "generate", is_rank=True),
     "convert": Command(
         "tools/convert_checkpoint.py", "convert a checkpoint of Hugging Face or Megatron-LM", "checkpoints"
     ),

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from megalite.checkpoint.manifest import CONFIG
-from megalite.cli import evaluate, generate
+from megalite.cli.generate import evaluate, generate
 from megalite.utils.commands import run_main
 from megalite.utils.log import LineInterval
 from tests.checkpoint_folder import reseal
@@ -58,7 +58,7 @@ def use(trained: Path, capsys: pytest.CaptureFixture[str]) -> Any:
         status = 0
         capsys.readouterr()
         try:
-            run_main(tool.main, ["--load", str(trained / "checkpoints"), *flags])
+            run_main(tool, ["--load", str(trained / "checkpoints"), *flags])
         except SystemExit as end:
             status = int(end.code or 0)
         written = capsys.readouterr()

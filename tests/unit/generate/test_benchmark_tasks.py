@@ -16,7 +16,7 @@ from tokenizers.decoders import ByteLevel
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from megalite.checkpoint.convert.convert import Conversion
-from megalite.cli.evaluate import main
+from megalite.cli.generate import evaluate
 from megalite.distributed.topology import Topology
 from megalite.generate import benchmark_tasks
 from megalite.generate.benchmark_tasks import HarnessModel, evaluate_tasks
@@ -212,4 +212,4 @@ def test_unknown_task(
 )
 def test_bad_flags(flags: tuple[str, ...], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        main(["--load", "folder", *flags])
+        evaluate(["--load", "folder", *flags])
