@@ -218,10 +218,9 @@ class TrainStep:
         load: loads a microbatch, given its batch's first sample and its index in the batch.
         fp8_weights: holds the layers' weights in 8 bits during an iteration.
         loss_names: names of all terms of the model's loss, on any stage.
-        before_update: called before the weights and the optimizer state are overwritten.
 
     Attributes:
-        before_update: functions that are called then.
+        before_update: functions that are called before the weights and the optimizer state are overwritten.
         hidden_shape: see `global_batch.hidden_shape`; takes the tokens of a sequence.
         queued: result of `compute_gradients` for the next iteration by its plan, if it is queued. Without it,
             the iteration computes its gradients itself, so what overwrites them only has to clear it.
@@ -235,7 +234,6 @@ class TrainStep:
         load: BatchLoader,
         fp8_weights: Fp8Weights,
         loss_names: Sequence[str],
-        before_update: Callable[[], None] = lambda: None,
     ) -> None:
         self.topology = run.topology
         self.timers = run.timers
@@ -244,7 +242,7 @@ class TrainStep:
         self.load = load
         self.fp8_weights = fp8_weights
         self.caches_fp8_weights = run.config.training.fp8_weight_cache and not optimizer.shards_weights
-        self.before_update = [before_update]
+        self.before_update: list[Callable[[], None]] = []
         self.plan_iteration = IterationPlanner(run.config, run.topology.sample_ranks.size)
         self.check = AnomalyCheck(run.config.training)
         self.batches = GlobalBatches(run)
@@ -269,7 +267,7 @@ class TrainStep:
         scalars = AsyncValues(torch.stack((norm, *mean_losses)))
 
         is_allowed = self.check.allows(mean_loss, progress.recent_losses)
-        for function in self.before_update:  # an asynchronous save must have copied the weights
+        for function in self.before_update:
             function()
         with self.timers("optimizer"):
             self.optimizer.step(

@@ -140,8 +140,9 @@ class Trainer:
             self.load_batch,
             resources.fp8_weights or Fp8Weights(),
             self.chunks[0].loss_names,
-            self.saver.before_update,
         )
+        if config.checkpoint.async_save:
+            self.train_step.before_update.append(self.saver.before_update)
         self.evaluator = Evaluator(run, self.chunks, self.pipeline)
         changed_by_updates = Router, ColumnParallelLinear, RowParallelLinear
         changes_buffers = any(
