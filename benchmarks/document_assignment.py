@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 
 from megalite.attention.ring import ring_steps, slices_of_ranks
-from megalite.data.batch.document_assignment import Assignment, DocumentRun, assign_documents
+from megalite.data.document_assignment import Assignment, DocumentRun, assign_documents
 from megalite.distributed.axis import HeldPositions
 
 MEANS = (500, 2000, 8000, 32000)

@@ -26,11 +26,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from megalite.data.batch.microbatch import Microbatch
 from megalite.data.batch_loader import read_microbatch
 from megalite.data.dataset_merge import list_shards
 from megalite.data.gpt_dataset import Dataset, GPTDataset
 from megalite.data.indexed_dataset import IndexedDataset, IndexedWriter
+from megalite.data.microbatch import Microbatch
 from megalite.data.samples import GPTSamples
 from megalite.data.sharded_dataset import open_dataset
 from megalite.data.window_dataset import WindowDataset

@@ -13,13 +13,13 @@ from megalite.config import ParallelConfig as ParallelConfig
 from megalite.config import RecomputeConfig as RecomputeConfig
 from megalite.config import TrainingConfig as TrainingConfig
 from megalite.config import check_config as check_config
-from megalite.data.batch.microbatch import LossTerm as LossTerm
-from megalite.data.batch.microbatch import Microbatch as Microbatch
-from megalite.data.batch.microbatch import WithTerms as WithTerms
 from megalite.data.blend import Epochs as Epochs
 from megalite.data.build_datasets import DatasetSplits as DatasetSplits
 from megalite.data.gpt_dataset import GPTDataset as GPTDataset
 from megalite.data.indexed_dataset import IndexedDataset as IndexedDataset
+from megalite.data.microbatch import LossTerm as LossTerm
+from megalite.data.microbatch import Microbatch as Microbatch
+from megalite.data.microbatch import WithTerms as WithTerms
 from megalite.data.samples import FieldSamples as FieldSamples
 from megalite.distributed.collectives import copy_to_tensor_parallel as copy_to_tensor_parallel
 from megalite.distributed.collectives import gather_from_sequence_parallel as gather_from_sequence_parallel

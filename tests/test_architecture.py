@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LEVELS = (
-    ("utils", "data.batch"),
+    ("utils",),
     ("config", "kernels", "utils.hardware"),
     ("distributed", "frontends"),
     ("tensor_parallel",),
@@ -27,14 +27,20 @@ LEVELS = (
 )
 """Packages, and those below them that have a level of their own, from the lowest to the highest; those of one
 level do not import each other"""
-SAME_LEVEL = {("distributed.axes", "utils.errors"), ("train.rank_training", "train.layout_changes")}
+SAME_LEVEL = {
+    ("data.microbatch", "data.document_assignment"),
+    ("distributed.axes", "utils.errors"),
+    ("train.rank_training", "train.layout_changes"),
+}
 LEVEL_OF = {package: level for level, packages in enumerate(LEVELS) for package in packages}
 LEVEL_OF_MODULE = {
-    **{"pipeline.schedules": 0, "distributed.axes": 0},
+    **dict.fromkeys(
+        ("data.document_assignment", "data.microbatch", "distributed.axes", "pipeline.schedules"), 0
+    ),
     **dict.fromkeys(("train.rank_training", "train.layout_changes"), LEVEL_OF["plan.ladder"]),
 }
-"""Modules with a level of their own: tables of facts that every level reads, which do not import the rest of
-their package, and the run of a training and its layouts, which start the programs that read it"""
+"""Modules with a level of their own: tables of facts and values that every level reads, which do not import
+the rest of their package, and the run of a training and its layouts, which start the programs that read it"""
 READING = {"plan", "plan.dry_run", "plan.ladder", "observe.report"}
 """Packages that read megalite and its results. Training works without them"""
 READERS_STARTED_BY = {

@@ -27,7 +27,7 @@ from megalite.attention.positions import PositionInfo, local_slopes
 from megalite.attention.ring import Ring, slices_of_ranks
 from megalite.config import AttentionSpec, ModelConfig
 from megalite.config.model.attention import LatentSpec
-from megalite.data.batch.microbatch import Microbatch
+from megalite.data.microbatch import Microbatch
 from megalite.distributed.axis import Axis
 from megalite.distributed.collectives import start_all_gather
 from megalite.kernels import CausalSoftmax, Drop, VisibleKeys

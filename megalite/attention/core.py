@@ -32,7 +32,7 @@ from megalite.attention.ring import GatheredKeys, Ring, slices_of_ranks
 from megalite.config import AttentionSpec, ModelConfig
 from megalite.config.model.attention import RotarySpec
 from megalite.config.parallel import CpCommType
-from megalite.data.batch.microbatch import Microbatch
+from megalite.data.microbatch import Microbatch
 from megalite.distributed.axis import Axis, HeldPositions, range_positions
 from megalite.distributed.collectives import (
     all_gather_from,

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from megalite.attention.kernels import Block, BlockKernel, MergedAttention, merge_
-from megalite.data.batch.document_assignment import Assignment, DocumentRun
+from megalite.data.document_assignment import Assignment, DocumentRun
 from megalite.distributed.axis import Axis, HeldPositions
 from megalite.distributed.collectives import Pending, start_shift
 from megalite.kernels import CausalSoftmax

@@ -2,7 +2,7 @@
 
 Preprocessing: `preprocessing/` reads text, and `tokenizers/` encode it -> `indexed_dataset` (.bin and .idx).
 Training: `corpus_sources` (which parts of which corpora) -> `gpt_dataset` (samples) -> `blend` ->
-`build_datasets` -> `sampler`, `batch`.
+`build_datasets` -> `batch_loader` -> `microbatch`.
 Fine-tuning: `preprocessing/conversations` marks answers in a `loss_mask`, and `packing` places whole
 conversations into the samples of `packed_dataset`.
 """

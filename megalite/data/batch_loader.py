@@ -16,9 +16,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megalite.data.batch.document_assignment import assign_documents
-from megalite.data.batch.microbatch import Microbatch
+from megalite.data.document_assignment import assign_documents
 from megalite.data.gpt_dataset import Dataset
+from megalite.data.microbatch import Microbatch
 from megalite.data.samples import Samples
 from megalite.distributed.axis import HeldPositions
 from megalite.distributed.topology import Topology

@@ -21,7 +21,6 @@ from torch import Tensor
 from megalite.config import Config
 from megalite.config.model.transformer import NUM_BERT_SPECIAL
 from megalite.data import _index_builder
-from megalite.data.batch.microbatch import Microbatch
 from megalite.data.gpt_dataset import Dataset
 from megalite.data.index_cache import (
     Arrays,
@@ -33,6 +32,7 @@ from megalite.data.index_cache import (
     reported_progress,
 )
 from megalite.data.indexed_dataset import IndexedDataset, blocks_of
+from megalite.data.microbatch import Microbatch
 from megalite.data.samples import MockDataset, Samples
 from megalite.data.storage import FilesInUse
 from megalite.data.tokenizers.hf_tokenizer import HuggingFaceTokenizer

@@ -15,12 +15,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megalite.data.batch.microbatch import Microbatch
 from megalite.data.blend import Epochs
 from megalite.data.gpt_dataset import Dataset
 from megalite.data.index_cache import Arrays, CachedArrays, CacheKey, IndexCache, cached_arrays, digest_of
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.loss_mask import LossMask
+from megalite.data.microbatch import Microbatch
 from megalite.data.samples import MockDataset, Samples
 from megalite.data.storage import FilesInUse
 from megalite.kernels.softmax import document_starts

@@ -17,10 +17,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megalite.data.batch.microbatch import Microbatch
 from megalite.data.gpt_dataset import Dataset, GPTDataset, gather
 from megalite.data.index_cache import IndexCache
 from megalite.data.indexed_dataset import IndexedDataset
+from megalite.data.microbatch import Microbatch
 from megalite.data.window_dataset import WindowDataset
 from megalite.utils.errors import UserError, kind_of
 

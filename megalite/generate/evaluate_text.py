@@ -16,8 +16,8 @@ import numpy.typing as npt
 import torch
 
 from megalite.config import Config, ParallelConfig, RecomputeConfig, check_config
-from megalite.data.batch.microbatch import LM_LOSS, Microbatch, WithTerms
 from megalite.data.indexed_dataset import IndexedDataset
+from megalite.data.microbatch import LM_LOSS, Microbatch, WithTerms
 from megalite.data.samples import DocumentEnds
 from megalite.data.sharded_dataset import open_dataset
 from megalite.data.tokenizers.tokenizer import Tokenizer, configured_tokenizer, end_of_document

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalite.attention.cache import CachedCore
-from megalite.data.batch.microbatch import Microbatch
+from megalite.data.microbatch import Microbatch
 from megalite.data.tokenizers.tokenizer import Tokenizer
 from megalite.distributed.axis import Axis
 from megalite.distributed.collectives import all_gather_from, start_all_gather

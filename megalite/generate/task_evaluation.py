@@ -24,8 +24,8 @@ from lm_eval.tasks import TaskManager
 from torch import Tensor
 
 from megalite.config import TrainingConfig
-from megalite.data.batch.microbatch import Microbatch
 from megalite.data.batch_loader import own_tokens_of
+from megalite.data.microbatch import Microbatch
 from megalite.data.tokenizers.tokenizer import Tokenizer
 from megalite.distributed.collectives import all_reduce
 from megalite.generate.benchmark_tasks import (

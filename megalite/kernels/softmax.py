@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite.data.batch.document_assignment import Assignment
+from megalite.data.document_assignment import Assignment
 from megalite.kernels.dropout import keep_threshold
 from megalite.kernels.library import define, no_result
 from megalite.kernels.philox import signed64

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from megalite.data.batch.microbatch import LayerState
+from megalite.data.microbatch import LayerState
 from megalite.model.stage import Stage
 from megalite.utils.errors import UserError, first_line
 from megalite.utils.hardware.host_memory import HostBuffer, HostBuffers, HostMemoryError

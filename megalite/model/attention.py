@@ -24,7 +24,7 @@ from megalite.attention.core import StageCore
 from megalite.attention.positions import Angles, PositionInfo
 from megalite.config import AttentionSpec, ModelConfig, RecomputeConfig
 from megalite.config.model.attention import LatentSpec
-from megalite.data.batch.microbatch import BlockOutput, SampleNumbers
+from megalite.data.microbatch import BlockOutput, SampleNumbers
 from megalite.distributed.collectives import (
     all_gather_from,
     copy_to_tensor_parallel,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megalite.config import ModelConfig
 from megalite.config.model.model_config import num_padding_rows, padded_vocab_size
-from megalite.data.batch.microbatch import LM_LOSS, LossTerm, Microbatch
+from megalite.data.microbatch import LM_LOSS, LossTerm, Microbatch
 from megalite.distributed.collectives import all_gather_from, reduce_from_tensor_parallel
 from megalite.model.mlp import ACTIVATION_FUNCTIONS
 from megalite.model.norm import build_norm

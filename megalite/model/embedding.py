@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from megalite.config import ModelConfig
 from megalite.config.model.model_config import num_padding_rows, padded_vocab_size
-from megalite.data.batch.microbatch import LayerState, Microbatch
+from megalite.data.microbatch import LayerState, Microbatch
 from megalite.model.mlp import GATES
 from megalite.model.norm import NORMS, build_norm
 from megalite.tensor_parallel.counter_random import Dropout

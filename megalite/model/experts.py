@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from megalite.attention.positions import PositionInfo
 from megalite.config import ModelConfig, RecomputeConfig
-from megalite.data.batch.microbatch import REAL_TOKEN, BlockOutput, LossTerm, SampleNumbers, Terms, numbers_of
+from megalite.data.microbatch import REAL_TOKEN, BlockOutput, LossTerm, SampleNumbers, Terms, numbers_of
 from megalite.distributed.collectives import all_reduce, reduce_from_tensor_parallel, start_all_gather
 from megalite.kernels import fill_normal_, site_key
 from megalite.model.expert_dispatch import Dispatcher, dispatcher_for, within_capacity

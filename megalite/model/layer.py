@@ -23,7 +23,7 @@ from megalite.config.model.attention import LatentSpec
 from megalite.config.model.layers import MixerSpec, ParallelMixersSpec
 from megalite.config.model.recurrence import DeltaNetSpec, GatedConvolutionSpec, KimiDeltaSpec, MambaSpec
 from megalite.config.model.transformer import NORMALIZED
-from megalite.data.batch.microbatch import (
+from megalite.data.microbatch import (
     BlockOutput,
     LayerState,
     SampleNumbers,

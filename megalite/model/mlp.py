@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from megalite.attention.positions import PositionInfo
 from megalite.config import ModelConfig, RecomputeConfig
 from megalite.config.model.feed_forward import ExpertsSpec
-from megalite.data.batch.microbatch import BlockOutput, SampleNumbers
+from megalite.data.microbatch import BlockOutput, SampleNumbers
 from megalite.kernels import bias_gelu, bias_swiglu
 from megalite.model.recompute_region import recompute, recompute_output
 from megalite.tensor_parallel.linear import (

@@ -24,7 +24,7 @@ from megalite.attention.core import StageCore
 from megalite.attention.positions import PositionInfo
 from megalite.config import ModelConfig
 from megalite.config.model.transformer import NORMALIZED
-from megalite.data.batch.microbatch import (
+from megalite.data.microbatch import (
     LossTerm,
     Microbatch,
     SampleNumbers,

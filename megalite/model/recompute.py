@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from megalite.config import RecomputeConfig
-from megalite.data.batch.microbatch import LayerState, add_terms
+from megalite.data.microbatch import LayerState, add_terms
 from megalite.model.multi_token_prediction import MultiTokenModule
 from megalite.model.recompute_region import Keep, keep_slice, keep_whole, recompute
 from megalite.model.stage import Stage

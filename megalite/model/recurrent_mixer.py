@@ -28,7 +28,7 @@ from megalite.attention.core import HeadExchange, StageCore
 from megalite.attention.positions import PositionInfo
 from megalite.config import ModelConfig, RecomputeConfig
 from megalite.config.model.recurrence import GatedConvolutionSpec
-from megalite.data.batch.microbatch import BlockOutput, SampleNumbers
+from megalite.data.microbatch import BlockOutput, SampleNumbers
 from megalite.model.recompute_region import recompute_core, recompute_output
 from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, depth_scaled_std
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_parameter

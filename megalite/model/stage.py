@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megalite.config import ModelConfig
-from megalite.data.batch.microbatch import (
+from megalite.data.microbatch import (
     LM_LOSS,
     Z_LOSS,
     LayerState,

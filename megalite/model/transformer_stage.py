@@ -15,7 +15,7 @@ from megalite.attention.choice import build_core
 from megalite.attention.core import StageCore
 from megalite.config import ModelConfig
 from megalite.config.model.transformer import NORMALIZED
-from megalite.data.batch.microbatch import LM_LOSS, LayerState, LossTerm, Microbatch
+from megalite.data.microbatch import LM_LOSS, LayerState, LossTerm, Microbatch
 from megalite.model.embedding import Embedding, EmbeddingForLayers, OutputLayer, word_table
 from megalite.model.experts import names_of_terms
 from megalite.model.layer import TransformerLayer

@@ -17,7 +17,7 @@ from megalite.attention.choice import build_core
 from megalite.attention.core import StageCore
 from megalite.attention.positions import PositionInfo
 from megalite.config import ModelConfig, RecomputeConfig
-from megalite.data.batch.microbatch import LayerState, LossTerm, Microbatch, SharedKeys
+from megalite.data.microbatch import LayerState, LossTerm, Microbatch, SharedKeys
 from megalite.distributed.axes import EXPERTS, MODEL, MeshSpec
 from megalite.distributed.topology import Topology
 from megalite.kernels.flash_attention import MAX_HEAD_DIM

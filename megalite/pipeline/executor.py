@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megalite.data.batch.microbatch import LossTerm, Terms, WithTerms, add_terms
+from megalite.data.microbatch import LossTerm, Terms, WithTerms, add_terms
 from megalite.distributed.axis import Axis
 from megalite.distributed.collectives import OverlapSlots
 from megalite.pipeline.messages import (

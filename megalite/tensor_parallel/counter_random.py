@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megalite.data.batch.microbatch import SampleNumbers, numbers_of
+from megalite.data.microbatch import SampleNumbers, numbers_of
 from megalite.distributed.topology import Topology
 from megalite.kernels import Drop, ResidualSum, bias_dropout_add, dropout, fill_normal_, site_key
 from megalite.kernels.dropout import key_tensor, traced_bias_dropout_add

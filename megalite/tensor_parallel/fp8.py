@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from megalite.config import TrainingConfig
 from megalite.config.training import FP8_BLOCKS
-from megalite.data.batch.microbatch import Microbatch
+from megalite.data.microbatch import Microbatch
 from megalite.distributed.axis import Axis
 from megalite.distributed.collectives import all_reduce
 from megalite.kernels.library import at_run_time, one_operator

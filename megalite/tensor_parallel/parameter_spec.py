@@ -18,7 +18,7 @@ from megalite.config.parallel import (
     CpCommTypes,
     comm_type_of_layer,
 )
-from megalite.data.batch.microbatch import AssignedSamples, SampleNumbers
+from megalite.data.microbatch import AssignedSamples, SampleNumbers
 from megalite.distributed.axes import CONTEXT, EXPERTS, Slice
 from megalite.distributed.axis import Axis, AxisSet, cut_ranges, range_positions
 from megalite.distributed.collectives import OverlapSlots

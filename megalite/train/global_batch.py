@@ -8,7 +8,10 @@ import torch
 from torch import Tensor
 
 from megalite.config import Config
-from megalite.data.batch.microbatch import (
+from megalite.data.batch_loader import BatchLoader
+from megalite.data.blend import OnePass
+from megalite.data.gpt_dataset import Dataset
+from megalite.data.microbatch import (
     REAL_TOKEN,
     Microbatch,
     Terms,
@@ -16,9 +19,6 @@ from megalite.data.batch.microbatch import (
     later_real_token,
     later_token,
 )
-from megalite.data.batch_loader import BatchLoader
-from megalite.data.blend import OnePass
-from megalite.data.gpt_dataset import Dataset
 from megalite.distributed.collectives import all_reduce
 from megalite.distributed.topology import Topology
 from megalite.model.experts import names_of_terms

@@ -10,7 +10,7 @@ from typing import Any
 
 from megalite.checkpoint.progress import CallbackStates, recorded_state
 from megalite.config import CheckpointConfig
-from megalite.data.batch.microbatch import LM_LOSS
+from megalite.data.microbatch import LM_LOSS
 from megalite.train.stopping import TEMPORARY_FAILURE, Stop, StopConditions, Stopped
 from megalite.train.telemetry.metrics import ValidationMetrics
 from megalite.train.train_step import StepResult

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from megalite.config import ParallelConfig
-from megalite.data.batch.microbatch import LM_LOSS, LossTerm, WithTerms
+from megalite.data.microbatch import LM_LOSS, LossTerm, WithTerms
 from megalite.distributed.axes import MODEL
 from megalite.distributed.topology import Topology
 from megalite.model.stage import Stage, StageProvider, is_own_model, provider_name

@@ -15,8 +15,8 @@ from torch import Tensor
 from megalite.checkpoint.progress import TrainingProgress
 from megalite.config import Config, TrainingConfig
 from megalite.config.parameter_schedules import OptimizerSchedules
-from megalite.data.batch.microbatch import Microbatch
 from megalite.data.batch_loader import BatchLoader
+from megalite.data.microbatch import Microbatch
 from megalite.distributed.axis import DEVICE
 from megalite.optim.optimizer import Optimizer
 from megalite.pipeline.executor import Pipeline

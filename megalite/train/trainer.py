@@ -22,10 +22,10 @@ from megalite.checkpoint.save import Contents
 from megalite.checkpoint.saver import Saver
 from megalite.checkpoint.stored_run import StoredRun
 from megalite.config import Config, check_config
-from megalite.data.batch.microbatch import Microbatch
 from megalite.data.batch_loader import NUM_AHEAD, BatchLoader
 from megalite.data.build_datasets import DatasetSplits
 from megalite.data.gpt_dataset import Dataset
+from megalite.data.microbatch import Microbatch
 from megalite.distributed.axis import CHECKPOINT
 from megalite.distributed.topology import Topology
 from megalite.model.experts import Router

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalite.data import batch_loader
-from megalite.data.batch.microbatch import Microbatch
+from megalite.data.microbatch import Microbatch
 from megalite.distributed import collectives
 from megalite.optim import gradient_buckets
 from megalite.pipeline import executor

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megalite.config import ParallelConfig, RecomputeConfig
-from megalite.data.batch.microbatch import Microbatch
+from megalite.data.microbatch import Microbatch
 from megalite.distributed.rendezvous import Launch
 from megalite.distributed.topology import Topology
 from megalite.model.activation_offload import ActivationOffload

@@ -10,7 +10,7 @@ import torch
 
 from megalite.config import Config, ModelConfig, ParallelConfig
 from megalite.config.presets import PRESETS
-from megalite.data.batch.microbatch import Microbatch
+from megalite.data.microbatch import Microbatch
 from megalite.distributed.rendezvous import Launch
 from megalite.distributed.topology import Topology
 from megalite.kernels import has_linear_gelu, library

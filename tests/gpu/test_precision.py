@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megalite.config import ModelConfig, ParallelConfig, TrainingConfig
-from megalite.data.batch.microbatch import Microbatch
+from megalite.data.microbatch import Microbatch
 from megalite.distributed.rendezvous import Launch
 from megalite.distributed.topology import Topology
 from megalite.model.compiled import check_compiler, compile_layers

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 
 from megalite.config import Config, DataConfig, OptimizerConfig, TrainingConfig
 from megalite.config.presets import PRESETS
-from megalite.data.batch.microbatch import Microbatch
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.loss_mask import LossMask
+from megalite.data.microbatch import Microbatch
 from megalite.distributed.topology import Topology
 from megalite.observe.verify.compare_runs import TOLERANCES, compare
 from megalite.observe.verify.record_run import RunRecord

@@ -28,7 +28,7 @@ from megalite.config import (
 )
 from megalite.config.parallel import CpCommType
 from megalite.config.presets import PRESETS
-from megalite.data.batch.microbatch import Microbatch
+from megalite.data.microbatch import Microbatch
 from megalite.data.samples import MockDataset, random_tokens
 from megalite.distributed.topology import Topology
 from megalite.observe.verify.compare_runs import TOLERANCES, compare

@@ -15,8 +15,8 @@ from megalite.checkpoint import load
 from megalite.checkpoint.convert import average
 from megalite.checkpoint.parameter_range import ParameterRange
 from megalite.data import batch_loader
-from megalite.data.batch.document_assignment import DocumentRun
-from megalite.data.batch.microbatch import LayerState, Microbatch
+from megalite.data.document_assignment import DocumentRun
+from megalite.data.microbatch import LayerState, Microbatch
 from megalite.distributed import collectives
 from megalite.distributed.axes import Slice
 from megalite.distributed.axis import HeldPositions

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from megalite.attention import kernels
 from megalite.config import Config
-from megalite.data.batch.microbatch import Microbatch
+from megalite.data.microbatch import Microbatch
 from megalite.distributed import collectives
 from megalite.distributed.topology import Topology
 from megalite.kernels import norm, packed_heads

@@ -24,7 +24,7 @@ from megalite.checkpoint.relayout import _send_and_receive
 from megalite.checkpoint.saver import HostCopy
 from megalite.checkpoint.tensor_files import FilePiece
 from megalite.config import ModelConfig, OptimizerConfig, ParallelConfig, RecomputeConfig
-from megalite.data.batch.microbatch import Microbatch
+from megalite.data.microbatch import Microbatch
 from megalite.distributed.collectives import (
     all_gather_from,
     copy_to_tensor_parallel,
@@ -356,7 +356,7 @@ COVERED = {
     "megalite/checkpoint/saver.py": ("zero 1",),
     "megalite/distributed/collectives.py": ("rows of experts",),
     "megalite/utils/hardware/host_memory.py": ("activations", "zero 1"),
-    "megalite/data/batch/microbatch.py": ("activations",),
+    "megalite/data/microbatch.py": ("activations",),
     "megalite/optim/flat_buffers.py": ("zero 1, groups", "zero 3"),
     "megalite/optim/gradient_buckets.py": ("zero 1, groups",),
     "megalite/optim/offload.py": ("offload, zero 1",),

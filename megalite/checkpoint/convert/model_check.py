@@ -20,7 +20,7 @@ from megalite.checkpoint.convert.hf_folder import HFFolder
 from megalite.checkpoint.convert.model_settings import without_training_buffers
 from megalite.checkpoint.convert.source import ConversionSource
 from megalite.config import ModelConfig
-from megalite.data.batch.microbatch import LayerState, Microbatch
+from megalite.data.microbatch import LayerState, Microbatch
 from megalite.distributed.topology import Topology
 from megalite.frontends.huggingface.families import family_of, hf_config_of
 from megalite.model.bert_stage import STAGES, BertStage

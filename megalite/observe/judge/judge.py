@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megalite.config import Config
 from megalite.config.fields import with_fields
-from megalite.data.batch.microbatch import LM_LOSS
+from megalite.data.microbatch import LM_LOSS
 from megalite.distributed.axes import MeshOptions
 from megalite.distributed.local_ranks import LocalRanks, RankError
 from megalite.distributed.topology import Topology

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megalite.config import CheckpointConfig, Config
-from megalite.data.batch.microbatch import Microbatch
+from megalite.data.microbatch import Microbatch
 from megalite.data.samples import Samples
 from megalite.distributed.local_ranks import LocalRanks, RankError, run_ranks
 from megalite.distributed.topology import Topology

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from megalite.config import Config
-from megalite.data.batch.microbatch import Microbatch
+from megalite.data.microbatch import Microbatch
 from megalite.distributed.axes import Slice
 from megalite.distributed.axis import HeldPositions, observing
 from megalite.distributed.local_ranks import run_ranks

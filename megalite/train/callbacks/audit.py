@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 
-from megalite.data.batch.microbatch import WithTerms
+from megalite.data.microbatch import WithTerms
 from megalite.distributed.collectives import largest_of_all
 from megalite.model.stage import Stage
 from megalite.observe.recorder import Reader, watch_modules

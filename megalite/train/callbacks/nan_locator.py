@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from megalite.config import ModelConfig
-from megalite.data.batch.microbatch import Microbatch, WithTerms, largest_total
 from megalite.data.batch_loader import microbatch_samples
+from megalite.data.microbatch import Microbatch, WithTerms, largest_total
 from megalite.distributed.collectives import largest_of_all
 from megalite.model.compiled import run_as_written
 from megalite.model.stage import Stage

@@ -17,7 +17,7 @@ import torch
 
 from megalite.config import ModelConfig, TrainingConfig
 from megalite.config.model.model_config import flops_per_token
-from megalite.data.batch.microbatch import LM_LOSS
+from megalite.data.microbatch import LM_LOSS
 from megalite.train.telemetry.time_terms import TimeSample
 from megalite.train.telemetry.timers import TimesByRank
 from megalite.train.train_step import StepResult

@@ -11,7 +11,7 @@ from torch import Tensor
 from megalite.attention.cache import CachedCore
 from megalite.config import ModelConfig, ParallelConfig
 from megalite.config.presets import PRESETS
-from megalite.data.batch.microbatch import Microbatch
+from megalite.data.microbatch import Microbatch
 from megalite.distributed.collectives import all_gather_from, start_all_gather
 from megalite.distributed.topology import Topology
 from tests.live_ranks import run_ranks

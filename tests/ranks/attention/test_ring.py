@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megalite.attention.choice import build_core
 from megalite.config import ModelConfig, ParallelConfig
-from megalite.data.batch.document_assignment import assign_documents
+from megalite.data.document_assignment import assign_documents
 from megalite.distributed.axes import MeshOptions
 from megalite.distributed.topology import Topology
 from megalite.kernels import Drop

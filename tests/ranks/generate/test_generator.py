@@ -8,7 +8,7 @@ import torch
 from megalite.attention.cache import CachedCore
 from megalite.config import ParallelConfig
 from megalite.config.presets import PRESETS
-from megalite.data.batch.microbatch import Microbatch
+from megalite.data.microbatch import Microbatch
 from megalite.data.tokenizers.tokenizer import ByteTokenizer
 from megalite.distributed.collectives import all_gather_from
 from megalite.generate.generator import CompletionWriter, Generator, Prompt, Sampler, Sampling

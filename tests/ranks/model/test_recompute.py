@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megalite.config import ModelConfig, ParallelConfig, RecomputeConfig
-from megalite.data.batch.microbatch import Microbatch
+from megalite.data.microbatch import Microbatch
 from megalite.tensor_parallel.gemm import WeightGradientStore, run_stored
 from tests.live_bytes import LiveBytes
 from tests.live_ranks import run_ranks

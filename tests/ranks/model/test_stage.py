@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megalite.config import ModelConfig, ParallelConfig
 from megalite.config.stage_layers import layers_of_stages
-from megalite.data.batch.microbatch import Microbatch
+from megalite.data.microbatch import Microbatch
 from megalite.tensor_parallel.parameter_spec import gather_full, spec_of
 from megalite.tensor_parallel.vocab_parallel import sum_tied_embedding_grads
 from tests.live_ranks import run_ranks

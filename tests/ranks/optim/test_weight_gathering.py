@@ -29,7 +29,7 @@ from megalite.config import (
     check_config,
 )
 from megalite.config.training import Fp8Recipe
-from megalite.data.batch.microbatch import Microbatch
+from megalite.data.microbatch import Microbatch
 from megalite.distributed.axis import observing
 from megalite.distributed.topology import Topology
 from megalite.observe.verify.compare_runs import TOLERANCES, compare

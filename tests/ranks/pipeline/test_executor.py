@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from megalite.config import ParallelConfig
-from megalite.data.batch.microbatch import LossTerm, WithTerms
+from megalite.data.microbatch import LossTerm, WithTerms
 from megalite.distributed.axis import observing
 from megalite.distributed.local_ranks import RankError
 from megalite.pipeline.executor import Pipeline, PointToPoint

@@ -26,7 +26,7 @@ from megalite.config import (
 )
 from megalite.config.presets import PRESETS
 from megalite.config.rules.parallel_rules import sequence
-from megalite.data.batch.microbatch import Microbatch
+from megalite.data.microbatch import Microbatch
 from megalite.distributed.axes import MODEL, coordinates_text
 from megalite.distributed.collectives import all_reduce
 from megalite.distributed.topology import Topology

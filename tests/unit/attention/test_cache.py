@@ -8,7 +8,7 @@ import torch
 from megalite.attention.cache import CachedCore
 from megalite.config import ModelConfig
 from megalite.config.presets import PRESETS
-from megalite.data.batch.microbatch import Microbatch
+from megalite.data.microbatch import Microbatch
 from tests.stages import build_stage
 
 LENGTH, CAPACITY = 18, 24

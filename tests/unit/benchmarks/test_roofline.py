@@ -33,7 +33,7 @@ from docs.make.roofline_figures import step_and_mfu, with_figures
 from megalite.config import Config, DataConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 from megalite.config.model.model_config import flops_per_token
 from megalite.config.presets import PRESETS
-from megalite.data.batch.microbatch import Microbatch
+from megalite.data.microbatch import Microbatch
 from megalite.distributed.topology import Topology
 from megalite.plan.kernel_time import FUSED_BACKWARD, fused_attention_seconds
 from megalite.train.model_chunks import ChunkResources, build_chunks, build_optimizer

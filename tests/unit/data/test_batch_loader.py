@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from megalite.config import ParallelConfig
-from megalite.data.batch.microbatch import Microbatch
 from megalite.data.batch_loader import (
     NUM_AHEAD,
     BatchLoader,
@@ -24,6 +23,7 @@ from megalite.data.batch_loader import (
 from megalite.data.build_datasets import DatasetSplits, NamedDataset
 from megalite.data.gpt_dataset import GPTDataset
 from megalite.data.indexed_dataset import IndexedDataset
+from megalite.data.microbatch import Microbatch
 from megalite.data.samples import DocumentEnds, GPTSamples
 from megalite.distributed.topology import Topology
 from megalite.train.run_context import UnreadDataset, datasets_on_every_stage

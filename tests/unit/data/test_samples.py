@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite.data.batch.microbatch import Microbatch
 from megalite.data.build_datasets import build_mock_datasets
 from megalite.data.indexed_dataset import IndexedDataset
+from megalite.data.microbatch import Microbatch
 from megalite.data.samples import DocumentEnds, GPTSamples, check_ends
 from megalite.utils.errors import UserError
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from megalite.config.presets import PRESETS
-from megalite.data.batch.microbatch import Microbatch
+from megalite.data.microbatch import Microbatch
 from megalite.data.samples import DocumentEnds
 from megalite.generate.evaluate_text import LossMeter, windows
 from tests.stages import build_stage

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megalite.config import ModelConfig, RecomputeConfig
-from megalite.data.batch.microbatch import Microbatch
+from megalite.data.microbatch import Microbatch
 from megalite.distributed.topology import Topology
 from megalite.model import activation_offload
 from megalite.model.activation_offload import ActivationOffload, _SavedGroup

@@ -148,7 +148,7 @@ from transformers import (
 )
 from transformers.core_model_loading import revert_weight_conversion
 
-from megalite.data.batch.microbatch import Microbatch
+from megalite.data.microbatch import Microbatch
 from megalite.frontends.huggingface.families import config_of, family_of, from_hf, to_hf
 from megalite.model.stage import DTYPES
 from tests.stages import build_stage

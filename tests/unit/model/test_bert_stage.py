@@ -14,7 +14,7 @@ from transformers import BertConfig, BertForPreTraining
 
 from megalite.config import RecomputeConfig
 from megalite.config.presets import PRESETS
-from megalite.data.batch.microbatch import Microbatch
+from megalite.data.microbatch import Microbatch
 from megalite.distributed.topology import Topology
 from megalite.frontends.huggingface.families import from_hf, to_hf
 from megalite.model.stage import DTYPES

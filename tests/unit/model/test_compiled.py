@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megalite import LossTerm, SequentialStage, WithTerms
 from megalite.attention.choice import build_core
 from megalite.config import ModelConfig, ParallelConfig, RecomputeConfig, TrainingConfig
-from megalite.data.batch.microbatch import Microbatch
+from megalite.data.microbatch import Microbatch
 from megalite.distributed.topology import Topology
 from megalite.kernels.library import compile_problem, tag_compile_caches
 from megalite.kernels.norm import NormFunctions, after_sum, rms_norm, rms_norm_with_residual

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megalite.config import ModelConfig
-from megalite.data.batch.microbatch import Microbatch
+from megalite.data.microbatch import Microbatch
 from tests.stages import build_stage
 
 LENGTHS = ((5, 7, 1, 3), (16,), (1, 15))

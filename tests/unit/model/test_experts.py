@@ -14,7 +14,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from megalite.config import ModelConfig, RecomputeConfig
 from megalite.config.presets import PRESETS
-from megalite.data.batch.microbatch import Microbatch, WithTerms
+from megalite.data.microbatch import Microbatch, WithTerms
 from megalite.model.expert_dispatch import Rows
 from megalite.model.experts import BALANCE_LOSS, ROUTER_Z_LOSS, MixtureOfExperts, Router
 from megalite.model.grouped_linear import grouped_linear

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megalite.config import ModelConfig, RecomputeConfig
-from megalite.data.batch.microbatch import Microbatch
+from megalite.data.microbatch import Microbatch
 from megalite.distributed.topology import Topology
 from megalite.kernels.norm import _rms_norm_of_sum, bias_dropout_add_norm
 from megalite.model.layer import TransformerLayer

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megalite.config import RecomputeConfig
 from megalite.config.presets import PRESETS
-from megalite.data.batch.microbatch import Microbatch, WithTerms
+from megalite.data.microbatch import Microbatch, WithTerms
 from megalite.distributed.topology import Topology
 from megalite.model.recompute import losses_in_chunks
 from tests.live_bytes import LargestTensor

@@ -12,7 +12,7 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHRMSNormG
 from megalite.attention.cache import CachedCore
 from megalite.config import ModelConfig
 from megalite.config.presets import PRESETS
-from megalite.data.batch.microbatch import Microbatch
+from megalite.data.microbatch import Microbatch
 from megalite.model.mamba import gated_rms_norm
 from tests.stages import build_stage
 

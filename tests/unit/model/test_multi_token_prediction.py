@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_layers import MtpModel
 
 from megalite.config import Config, DataConfig, ModelConfig, TrainingConfig, check_config
-from megalite.data.batch.microbatch import Microbatch, Terms, WithTerms, later_token
+from megalite.data.microbatch import Microbatch, Terms, WithTerms, later_token
 from megalite.distributed.axis import HeldPositions
 from megalite.distributed.topology import Topology
 from megalite.frontends.huggingface.families import config_of, family_of, from_hf, to_hf

@@ -12,7 +12,7 @@ from megalite.attention.cache import CachedCore
 from megalite.attention.positions import PositionInfo
 from megalite.config import ModelConfig
 from megalite.config.presets import PRESETS
-from megalite.data.batch.microbatch import Microbatch
+from megalite.data.microbatch import Microbatch
 from megalite.model.recurrent_mixer import RecurrentMixer
 from tests.stages import build_stage
 

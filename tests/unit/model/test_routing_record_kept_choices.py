@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megalite.config import RecomputeConfig
-from megalite.data.batch.microbatch import Microbatch
+from megalite.data.microbatch import Microbatch
 from megalite.model import experts
 from megalite.model.routing_record import KeptChoices, choose
 from tests.stages import build_stage

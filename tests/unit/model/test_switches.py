@@ -8,7 +8,7 @@ import torch
 
 from megalite.config import ModelConfig
 from megalite.config.model.feed_forward import Activation
-from megalite.data.batch.microbatch import Microbatch
+from megalite.data.microbatch import Microbatch
 from megalite.tensor_parallel.counter_random import Dropout
 from tests.covering import by_new_pairs
 from tests.stages import build_stage

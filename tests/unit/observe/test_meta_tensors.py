@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from megalite.config.recompute import Module
-from megalite.data.batch.microbatch import LayerState, Microbatch
+from megalite.data.microbatch import LayerState, Microbatch
 from megalite.distributed.topology import Topology
 from megalite.model.stage import Stage
 from megalite.observe.meta_tensors import OTHER, LiveBytes, watch_parts

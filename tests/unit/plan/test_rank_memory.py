@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megalite.config import Config, DataConfig, ModelConfig, OptimizerConfig, RecomputeConfig, TrainingConfig
-from megalite.data.batch.microbatch import Microbatch
+from megalite.data.microbatch import Microbatch
 from megalite.distributed.axes import MeshOptions
 from megalite.distributed.topology import Topology
 from megalite.observe.verify.layouts import Layout

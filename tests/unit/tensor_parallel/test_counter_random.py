@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megalite.config import ParallelConfig
-from megalite.data.batch.microbatch import AssignedSamples
+from megalite.data.microbatch import AssignedSamples
 from megalite.distributed.topology import Topology
 from megalite.tensor_parallel.counter_random import Dropout
 from megalite.tensor_parallel.parameter_spec import LayerContext

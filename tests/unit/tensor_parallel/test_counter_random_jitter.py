@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megalite.config import ParallelConfig
-from megalite.data.batch.microbatch import AssignedSamples
+from megalite.data.microbatch import AssignedSamples
 from megalite.distributed.topology import Topology
 from megalite.tensor_parallel import counter_random
 from megalite.tensor_parallel.counter_random import Jitter

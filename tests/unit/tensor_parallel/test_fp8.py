@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from megalite.config import ModelConfig, TrainingConfig
-from megalite.data.batch.microbatch import Microbatch
+from megalite.data.microbatch import Microbatch
 from megalite.distributed.topology import Topology
 from megalite.kernels.library import at_run_time, compile_problem
 from megalite.model.compiled import compile_layers

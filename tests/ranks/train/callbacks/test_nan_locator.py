@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 
 from megalite.config import Config, DataConfig, ParallelConfig, TrainingConfig
 from megalite.config.presets import PRESETS
-from megalite.data.batch.microbatch import BlockOutput, Microbatch
+from megalite.data.microbatch import BlockOutput, Microbatch
 from megalite.distributed.local_ranks import run_ranks as run_new_ranks
 from megalite.distributed.topology import Topology
 from megalite.model.compiled import compile_layers

@@ -26,7 +26,7 @@ from megalite.checkpoint.manifest import damage_of, read_manifest
 from megalite.checkpoint.parameter_range import ParameterRange
 from megalite.checkpoint.progress import TrainingProgress
 from megalite.config.presets import PRESETS
-from megalite.data.batch.microbatch import Microbatch
+from megalite.data.microbatch import Microbatch
 from megalite.frontends.command_line import parse
 from megalite.frontends.huggingface.families import config_of
 from megalite.tensor_parallel.parameter_spec import spec_of

@@ -14,7 +14,7 @@ from megalite.checkpoint.convert.source import MegaliteSource
 from megalite.checkpoint.convert.upcycle import ExpertSizes, upcycle
 from megalite.cli.checkpoints import upcycle as main
 from megalite.config import ModelConfig
-from megalite.data.batch.microbatch import Microbatch
+from megalite.data.microbatch import Microbatch
 from megalite.distributed.topology import Topology
 from megalite.model.experts import Router, Routing
 from megalite.model.stage import Stage

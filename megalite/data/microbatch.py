@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite.data.batch.document_assignment import Assignment
+from megalite.data.document_assignment import Assignment
 
 
 class AssignedSamples(NamedTuple):

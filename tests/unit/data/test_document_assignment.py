@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.document_assignment import lengths_of_documents, relative_pairs, slices_of_sample
 from megalite.attention.ring import ring_steps
-from megalite.data.batch.document_assignment import assign_documents
+from megalite.data.document_assignment import assign_documents
 
 
 @pytest.mark.parametrize("mean", [1, 5, 40, 600])

@@ -1,1 +1,0 @@
-"""Values that pass between the data, the model and the loss."""
