@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from megalite.checkpoint.convert.hf_folder import HFFolder
+from megalite.cli.generate import read_prompts
 from megalite.data.corpus_sources import _read_per_split
 from megalite.data.preprocessing.documents import DocumentRecord, RecordError, parse_record
 from megalite.data.preprocessing.preprocessing_report import read_report
 from megalite.data.tokenizers.hf_tokenizer import json_object
 from megalite.data.tokenizers.tokenizer import read_tokenizer_digest
 from megalite.frontends.command_line import parse
-from megalite.generate.prompts import read_prompts
 from megalite.observe.report.run_folder import _is_metrics
 from megalite.observe.report.run_history import _row
 from megalite.plan.trial import Results

@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
+from megalite.cli.generate import DEFAULT_NEW_TOKENS, as_questions, prompts_of, read_prompts
 from megalite.config.presets import PRESETS
 from megalite.data.tokenizers.hf_tokenizer import HuggingFaceTokenizer
 from megalite.data.tokenizers.tokenizer import ByteTokenizer
-from megalite.generate.prompts import DEFAULT_NEW_TOKENS, as_questions, prompts_of, read_prompts
 from megalite.utils.errors import UserError
 from tests.chat import write_tokenizer
 
