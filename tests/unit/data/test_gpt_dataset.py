@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megalite.cli.datasets import compare, summarize
 from megalite.data import _index_builder, storage
 from megalite.data.gpt_dataset import EpochPlan, GPTDataset, gpt_index, plan_epochs
 from megalite.data.indexed_dataset import IndexedDataset, IndexedWriter
-from megalite.data.inspect_dataset import compare, summarize
 from megalite.utils.errors import UserError
 
 GOLDEN_SAMPLES = [

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from megalite.cli import datasets
+from megalite.cli.datasets import compare, summarize
 from megalite.data import sharded_dataset
 from megalite.data.corpus_record import CorpusIdentity
 from megalite.data.dataset_merge import list_shards, merge_datasets
 from megalite.data.indexed_dataset import IndexedDataset, IndexedWriter
-from megalite.data.inspect_dataset import compare, summarize
 from megalite.data.loss_mask import LossMask
 from megalite.data.sharded_dataset import JoinedArray, ShardedDataset, corpus_lengths, open_dataset
 from megalite.data.tokenizers.tokenizer import (

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from megalite.cli.datasets import compare, find_problem, summarize
 from megalite.data import storage
 from megalite.data.dataset_merge import list_shards, merge_datasets
 from megalite.data.indexed_dataset import IndexedDataset
-from megalite.data.inspect_dataset import compare, find_problem, summarize
 from megalite.data.preprocessing.documents import find_inputs
 from megalite.data.sharded_dataset import open_dataset
 from megalite.data.tokenizers.tokenizer import ByteTokenizer, write_tokenizer_digest

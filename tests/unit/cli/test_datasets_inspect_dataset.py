@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from megalite.cli import datasets
+from megalite.cli.datasets import compare, document_tokens, find_problem, histogram_lines, summarize
 from megalite.cli.datasets import inspect_dataset as main
-from megalite.data import indexed_dataset, inspect_dataset
+from megalite.data import indexed_dataset
 from megalite.data.indexed_dataset import IndexedDataset, IndexedWriter
-from megalite.data.inspect_dataset import compare, document_tokens, find_problem, histogram_lines, summarize
 from megalite.utils.errors import UserError
 from tests.chat import write_masked
-
-WriteDataset = Callable[..., str]
 
 
 @pytest.fixture(params=[1, 3, 1 << 16])
 def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(inspect_dataset, "_BLOCK", request.param)
+    monkeypatch.setattr(datasets, "_BLOCK", request.param)
     monkeypatch.setattr(indexed_dataset, "BLOCK", request.param)
     return request.param
 
@@ -97,8 +95,8 @@ def test_same_documents_in_another_type(tmp_path: Path) -> None:
     assert compare(a, wide) is None
 
 
-def test_tool(write_dataset: WriteDataset, capsys: pytest.CaptureFixture[str]) -> None:
-    prefix = write_dataset([3, 2], first=97)
+def test_tool(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prefix = write(tmp_path / "corpus", [[[97, 98, 99]], [[100, 101]]]).prefix
     main([prefix, "--vocab-size", "102"])
     assert "documents  2" in capsys.readouterr().out
     main([prefix, "--document", "1", "--tokenizer-type", "byte"])
