@@ -21,8 +21,8 @@ from megalite.checkpoint.manifest import CONFIG, DamagedCheckpoint, Manifest, Te
 from megalite.checkpoint.stored_run import StoredRun, run_at
 from megalite.checkpoint.tensor_files import read_tensors
 from megalite.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainingConfig, check_config
+from megalite.config.config import even_partition, layers_of_stages
 from megalite.config.option import flag_of
-from megalite.config.stage_layers import even_partition, layers_of_stages
 from megalite.data.tokenizers.tokenizer import (
     TOKENIZER_TYPES,
     NullTokenizer,

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from megalite.config import Config
+from megalite.config.config import layers_per_stage
 from megalite.config.fields import fields_by_flag, with_fields
 from megalite.config.rules.parallel_rules import replicas, sample_ranks
-from megalite.config.stage_layers import layers_per_stage
 from megalite.plan.communication import Cluster
 from megalite.plan.layout_fields import MIN_SLICE, routing_line, with_even_stages
 from megalite.plan.planned_run import PlannedRun, run_problems

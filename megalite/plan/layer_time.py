@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from operator import add
 from typing import NamedTuple
 
-from megalite.config.stage_layers import hides_expert_messages
+from megalite.config.config import hides_expert_messages
 from megalite.distributed.axes import EXPERTS
 from megalite.observe.unit_record import (
     AttentionCall,

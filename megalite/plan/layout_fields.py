@@ -8,10 +8,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from megalite.config import Config
-from megalite.config.config import LAYOUT_FIELDS, LAYOUT_SWITCHES, SPLITS
+from megalite.config.config import LAYOUT_FIELDS, LAYOUT_SWITCHES, SPLITS, even_partition, num_stages
 from megalite.config.fields import fields_by_name, value_of, with_fields
 from megalite.config.option import flag_tokens
-from megalite.config.stage_layers import even_partition, num_stages
 from megalite.distributed.axes import EXPERTS, MODEL
 from megalite.pipeline.schedules import SCHEDULES
 from megalite.plan.planned_run import PlannedRun

@@ -12,10 +12,10 @@ from math import gcd, inf
 from typing import Any, NamedTuple
 
 from megalite.config import Config
+from megalite.config.config import layers_per_stage
 from megalite.config.fields import with_fields
 from megalite.config.parallel import CP_COMM_PROPERTIES, CpCommTypes, num_neighbours
 from megalite.config.rules import parallel_rules
-from megalite.config.stage_layers import layers_per_stage
 from megalite.config.validate import RULES
 from megalite.pipeline.schedules import SCHEDULES
 from megalite.plan.communication import Cluster

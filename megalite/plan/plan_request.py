@@ -17,12 +17,11 @@ from unittest.mock import patch
 import megalite
 from megalite.config import Config, DataConfig
 from megalite.config.arguments import split_tokens
-from megalite.config.config import LAYOUT_FIELDS, LAYOUT_OPTIONS
+from megalite.config.config import LAYOUT_FIELDS, LAYOUT_OPTIONS, num_stages
 from megalite.config.fields import fields_by_flag, with_fields
 from megalite.config.option import flag_with_value
 from megalite.config.parallel import LayoutSource
 from megalite.config.presets import PRESETS
-from megalite.config.stage_layers import num_stages
 from megalite.config.training import FP8_BLOCKS
 from megalite.config.validate import conflicts, problems_of
 from megalite.frontends.command_line import NEEDED_TO_TRAIN, TRAINED_BY, parse

@@ -9,7 +9,7 @@ from functools import cached_property, lru_cache
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from megalite.config import Config, ModelConfig, TrainingConfig
-from megalite.config.stage_layers import layers_of_stages, layers_per_stage, stage_map
+from megalite.config.config import layers_of_stages, layers_per_stage, stage_map
 from megalite.config.validate import RULES, Rule, problems_of
 from megalite.distributed.axes import MODEL, MeshSpec
 from megalite.observe.unit_record import CastCall, Phase, UnitKey, WeightRecord

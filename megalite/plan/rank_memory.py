@@ -7,7 +7,7 @@ from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
 
-from megalite.config.stage_layers import hides_expert_messages
+from megalite.config.config import hides_expert_messages
 from megalite.observe.unit_record import INPUT
 from megalite.pipeline.schedules import SCHEDULES, ScheduleName, StageMap, peak_deferred, peak_in_flight
 from megalite.pipeline.simulator import MAX_ROUNDS, training_actions

@@ -13,7 +13,7 @@ from torch import nn
 
 from megalite.checkpoint.tensor_files import DTYPE_CODES
 from megalite.config import Config
-from megalite.config.stage_layers import hides_expert_messages, layers_of_stages, layers_per_stage, stage_map
+from megalite.config.config import hides_expert_messages, layers_of_stages, layers_per_stage, stage_map
 from megalite.distributed.collectives import OverlapSlots
 from megalite.distributed.topology import Topology
 from megalite.kernels.weight_gradient import has_widening_gemm

@@ -6,14 +6,13 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate
 
-from megalite.config.config import Config
+from megalite.config.config import Config, layers_per_stage, num_stages
 from megalite.config.model.attention import AttentionSpec
 from megalite.config.model.layers import LayerSpec, windows_differ
 from megalite.config.model.model_config import ModelConfig
 from megalite.config.option import ABOVE_ONE, Setting, flag_of, flag_with_value, other_than
 from megalite.config.parallel import CpCommType, comm_type_of_layer
 from megalite.config.rules import divisors_near, not_divisible
-from megalite.config.stage_layers import layers_per_stage, num_stages
 from megalite.utils.errors import Problem
 
 TP, CP = "tensor_model_parallel_size", "context_parallel_size"

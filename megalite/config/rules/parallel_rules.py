@@ -5,18 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
-from megalite.config.config import Config
-from megalite.config.model.model_config import round_up
-from megalite.config.option import flag_of, flag_with_value, format_value
-from megalite.config.parallel import ParallelConfig
-from megalite.config.rules import not_divisible
-from megalite.config.stage_layers import (
+from megalite.config.config import (
+    Config,
     even_partition,
     layers_per_rank_with_ends,
     layers_per_stage,
     num_chunks,
     num_stages,
 )
+from megalite.config.model.model_config import round_up
+from megalite.config.option import flag_of, flag_with_value, format_value
+from megalite.config.parallel import ParallelConfig
+from megalite.config.rules import not_divisible
 from megalite.config.training import schedule_steps
 from megalite.distributed.axes import CONTEXT
 from megalite.pipeline.schedules import SCHEDULES

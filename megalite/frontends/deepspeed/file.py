@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from megalite.config.arguments import Diagnostics, UserSetting, parse_value
-from megalite.config.config import Config
+from megalite.config.config import Config, layers_per_stage, num_stages
 from megalite.config.fields import ConfigField, fields_by_flag
 from megalite.config.option import flag_of, flag_with_value
 from megalite.config.rules.parallel_rules import sample_ranks
-from megalite.config.stage_layers import layers_per_stage, num_stages
 from megalite.frontends.deepspeed.settings import (
     CPU_CHECKPOINTING,
     SCHEDULER,

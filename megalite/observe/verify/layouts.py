@@ -12,9 +12,8 @@ from typing import Any
 import torch
 
 from megalite.config import Config, check_config
-from megalite.config.config import LAYOUT_SWITCHES
+from megalite.config.config import LAYOUT_SWITCHES, num_stages
 from megalite.config.fields import with_fields
-from megalite.config.stage_layers import num_stages
 from megalite.distributed.axes import EXPERTS, MODEL
 from megalite.pipeline.schedules import SCHEDULES
 from megalite.utils.errors import ConfigError, UserError

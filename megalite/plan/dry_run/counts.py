@@ -16,8 +16,8 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from megalite.config import Config
+from megalite.config.config import stage_map
 from megalite.config.fields import with_fields
-from megalite.config.stage_layers import stage_map
 from megalite.data.build_datasets import DatasetSplits
 from megalite.distributed.axis import Axis, observing
 from megalite.observe.meta_tensors import OTHER, LiveBytes, watch_parts

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megalite.config import ModelConfig, ParallelConfig
-from megalite.config.stage_layers import layers_of_stages
+from megalite.config.config import layers_of_stages
 from megalite.data.microbatch import Microbatch
 from megalite.tensor_parallel.parameter_spec import gather_full, spec_of
 from megalite.tensor_parallel.vocab_parallel import sum_tied_embedding_grads

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from megalite.config import Config, ModelConfig, ParallelConfig, TrainingConfig
+from megalite.config.config import layers_of_stages
 from megalite.config.model.model_config import layer_weights
 from megalite.config.presets import PRESETS
-from megalite.config.stage_layers import layers_of_stages
 from megalite.distributed.topology import Topology
 from megalite.plan.communication import Cluster
 from megalite.plan.planned_run import PlannedRun

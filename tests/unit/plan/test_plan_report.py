@@ -17,9 +17,8 @@ from typing import get_args
 import pytest
 
 from megalite.cli.plan import plan as main
-from megalite.config.config import LAYOUT_SWITCHES
+from megalite.config.config import LAYOUT_SWITCHES, num_stages
 from megalite.config.recompute import Module
-from megalite.config.stage_layers import num_stages
 from megalite.frontends.command_line import parse
 from megalite.observe.verify.layouts import _SIZE, DEFAULT, TABLE, Layout
 from megalite.plan.layout_fields import legend_lines, with_even_stages

@@ -4,9 +4,9 @@ from typing import get_args
 import pytest
 
 from megalite.config import Config, DataConfig, ParallelConfig, RecomputeConfig, TrainingConfig
+from megalite.config.config import layers_per_stage
 from megalite.config.presets import PRESETS
 from megalite.config.recompute import Granularity
-from megalite.config.stage_layers import layers_per_stage
 from megalite.observe.verify.layouts import TABLE, Layout, default_layouts
 from megalite.pipeline.schedules import SCHEDULES
 from megalite.utils.errors import ConfigError, UserError

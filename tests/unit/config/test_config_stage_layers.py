@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalite.config import Config, ModelConfig, ParallelConfig, TrainingConfig, check_config
+from megalite.config.config import balanced_partition, layers_of_stages, layers_per_stage, num_chunks
 from megalite.config.fields import fields_by_flag
-from megalite.config.stage_layers import balanced_partition, layers_of_stages, layers_per_stage, num_chunks
 from megalite.frontends.command_line import parse
 from megalite.utils.errors import ConfigError
 from tests.command_line import mistakes_of
