@@ -19,18 +19,15 @@ from megalite.distributed.collectives import OverlapSlots
 from megalite.pipeline.messages import (
     MAX_OPEN_BATCHES,
     Batch,
-    Direction,
     StageMessage,
     Step,
-    direction_of,
     plan_rank,
-    reader_of,
-    source_of,
 )
 from megalite.pipeline.schedules import (
     SCHEDULES,
     Action,
     ActionKind,
+    Direction,
     ScheduleFunction,
     ScheduleName,
     StageMap,
@@ -254,7 +251,7 @@ class ScheduleRun(Generic[M]):
         output = _COMPUTE[action.kind](self, action)
         if output is None:
             return None
-        reader = reader_of(self._rank, action, self._stages)
+        reader = self._stages.reader_of(self._rank, action)
         if reader is not None and reader[0] == self._rank:
             self._local_inputs[reader[1]] = output
             return None
@@ -262,7 +259,7 @@ class ScheduleRun(Generic[M]):
 
     def _input(self, action: Action) -> Tensor | None:
         """Return the input of an action, from the stage before it in its direction; None if there is none."""
-        source = source_of(self._rank, action, self._stages)
+        source = self._stages.source_of(self._rank, action)
         if source is None:
             return None
         if source[0] == self._rank:
@@ -474,7 +471,7 @@ class Pipeline(Generic[M]):
             for action in actions:
                 with self._observed(action):
                     outputs.append(work(action))
-        return dict(zip(map(direction_of, actions), outputs, strict=True))
+        return dict(zip((action.direction for action in actions), outputs, strict=True))
 
     @contextmanager
     def _observed(self, *actions: Action) -> Iterator[None]:

@@ -10,9 +10,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from megalite.pipeline.schedules import Action, ActionKind, StageMap
+from megalite.pipeline.schedules import Action, Direction, StageMap
 
 Duration = Callable[[int, Action], float]
 """Duration of an action on a rank, in any unit."""
@@ -33,24 +33,6 @@ class ActionSpan(NamedTuple):
 
 Times = dict[tuple[int, Action], ActionSpan]
 """Span of each action, by rank and action. Actions that run together have the same span."""
-
-
-def source_of(rank: int, action: Action, stages: StageMap) -> tuple[int, Action] | None:
-    """Return the rank and action that produce the input of `action`; None if its input is not a message."""
-    return _neighbour(rank, action, stages, -action.kind.downstream)
-
-
-def reader_of(rank: int, action: Action, stages: StageMap) -> tuple[int, Action] | None:
-    """Return the rank and action that read the output of `action`; None if no action reads it."""
-    return _neighbour(rank, action, stages, action.kind.downstream)
-
-
-def _neighbour(rank: int, action: Action, stages: StageMap, step: int) -> tuple[int, Action] | None:
-    stage = stages.stage_of(rank, action.chunk) + step
-    if step == 0 or not 0 <= stage < stages.num_stages:
-        return None
-    holder, chunk = stages.holder_of(stage)
-    return holder, Action(action.kind, action.microbatch, chunk)
 
 
 def saves_nothing(rank: int, first: Action, second: Action) -> float:
@@ -79,7 +61,7 @@ def compute_times(
     while ready:
         rank = ready.pop()
         while left[rank]:
-            sources = [source_of(rank, action, stages) for action in left[rank][0]]
+            sources = [stages.source_of(rank, action) for action in left[rank][0]]
             arrivals = [times.get(source) for source in sources if source is not None]
             if None in arrivals:
                 break
@@ -90,7 +72,7 @@ def compute_times(
                 clocks[rank] -= saving(rank, *group)
             for action in group:
                 times[rank, action] = ActionSpan(start, clocks[rank])
-                reader = reader_of(rank, action, stages)
+                reader = stages.reader_of(rank, action)
                 if reader is not None and reader[0] != rank:
                     ready.append(reader[0])
     waiting = [
@@ -101,14 +83,6 @@ def compute_times(
     if waiting:
         raise ScheduleError("inputs never come: " + "; ".join(waiting))
     return times
-
-
-Direction = Literal["forward", "backward"]
-
-
-def direction_of(action: Action) -> Direction:
-    """Return the direction of an action's input and output."""
-    return "forward" if action.kind is ActionKind.FORWARD else "backward"
 
 
 @dataclass(frozen=True)
@@ -127,7 +101,7 @@ class StageMessage:
     @property
     def direction(self) -> Direction:
         """Return "forward" for hidden states, "backward" for their gradient."""
-        return direction_of(self.reader)
+        return self.reader.direction
 
     def __str__(self) -> str:
         return f"the input of {self.reader} from rank {self.sender} to rank {self.receiver}"
@@ -197,7 +171,7 @@ def _steps_of(rank: int, actions: Sequence[Action], stages: StageMap, times: Tim
     for group, following in zip_longest(groups, groups[1:]):
         start, end = times[rank, group[0]]
         yield from _batches(sends, _pop_until(due, start, inclusive=True))
-        readers = [reader_of(rank, action, stages) for action in group]
+        readers = [stages.reader_of(rank, action) for action in group]
         sends = [StageMessage(rank, *reader) for reader in readers if reader and reader[0] != rank]
         if sends or following is None:
             arriving = _pop_until(due, end, inclusive=False)
@@ -235,6 +209,6 @@ def _receives(
 ) -> Iterator[tuple[float, StageMessage]]:
     """Yield the messages to a rank, each with the time at which it is produced."""
     for action in actions:
-        source = source_of(rank, action, stages)
+        source = stages.source_of(rank, action)
         if source is not None and source[0] != rank:
             yield times[source].end, StageMessage(source[0], rank, action)

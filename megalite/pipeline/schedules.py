@@ -48,6 +48,8 @@ _DOWNSTREAM = {
     ActionKind.BACKWARD_WEIGHT: 0,
 }
 
+Direction = Literal["forward", "backward"]
+
 F, B, W = ActionKind.FORWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT
 
 
@@ -62,6 +64,11 @@ class Action(NamedTuple):
     kind: ActionKind
     microbatch: int
     chunk: int = 0
+
+    @property
+    def direction(self) -> Direction:
+        """Return the direction of the action's input and output."""
+        return "forward" if self.kind is ActionKind.FORWARD else "backward"
 
     def __str__(self) -> str:
         chunk = f" of chunk {self.chunk}" if self.chunk else ""
@@ -127,6 +134,21 @@ class StageMap:
         """Return the rank that holds a global stage, and its chunk on this rank."""
         chunk, position = divmod(stage, self.num_ranks)
         return self._mirrored(position, chunk), chunk
+
+    def source_of(self, rank: int, action: Action) -> tuple[int, Action] | None:
+        """Return the rank and action that produce an action's input; None if it has none of another stage."""
+        return self._neighbour(rank, action, -action.kind.downstream)
+
+    def reader_of(self, rank: int, action: Action) -> tuple[int, Action] | None:
+        """Return the rank and action that read an action's output; None if no action reads it."""
+        return self._neighbour(rank, action, action.kind.downstream)
+
+    def _neighbour(self, rank: int, action: Action, step: int) -> tuple[int, Action] | None:
+        stage = self.stage_of(rank, action.chunk) + step
+        if step == 0 or not 0 <= stage < self.num_stages:
+            return None
+        holder, chunk = self.holder_of(stage)
+        return holder, Action(action.kind, action.microbatch, chunk)
 
     def _mirrored(self, rank: int, chunk: int) -> int:
         """Map a rank to its position along a chunk, or back (the map is its own inverse)."""

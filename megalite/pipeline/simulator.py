@@ -11,7 +11,6 @@ from typing import get_args
 from megalite.pipeline.messages import (
     MAX_OPEN_BATCHES,
     Batch,
-    Direction,
     Duration,
     PairSaving,
     ScheduleError,
@@ -25,6 +24,7 @@ from megalite.pipeline.schedules import (
     SCHEDULES,
     Action,
     ActionKind,
+    Direction,
     ScheduleName,
     StageMap,
     actions_by_rank,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.pipeline.messages import Batch, compute_times, plan_steps, source_of
+from megalite.pipeline.messages import Batch, compute_times, plan_steps
 from megalite.pipeline.schedules import SCHEDULES, ActionKind, StageMap, actions_by_rank, peak_in_flight
 from megalite.pipeline.simulator import run_steps, simulate
 
@@ -137,7 +137,7 @@ def test_a_pair_waits_for_both_inputs_and_sends_both_outputs_at_its_end():
         forward, backward = (times[rank, action] for action in pair)
         assert forward == backward
         assert forward.end - forward.start == 2 * (9 - 4 * rank)
-        sources = [source_of(rank, action, stages) for action in pair]
+        sources = [stages.source_of(rank, action) for action in pair]
         assert all(times[source].end <= forward.start for source in sources if source is not None)
 
 
@@ -217,7 +217,7 @@ def test_receives_start_no_earlier_than_they_must(name, sizes):
                 unread.update(message.reader for message in step.receives)
                 following = [span.start for span in spans[num_done + 1 : num_done + 2]]
                 for message in step.receives:
-                    source = source_of(rank, message.reader, stages)
+                    source = stages.source_of(rank, message.reader)
                     assert times[source].end <= max(spans[num_done].end, *following, 0)
             else:
                 unread.discard(step)
