@@ -411,8 +411,8 @@ class StageCore:
 
     def in_whole_sample(self, s: int, window: int | None) -> VisibleKeys:
         """Return the keys of the queries of one sample without documents, computed at the first call."""
-        assert self.config.is_causal, "bidirectional attention must know the padding"
         if (s, window) not in self._whole:
+            assert self.config.is_causal, "bidirectional attention must know the padding"
             whole = VisibleKeys().within(window, s, self.context.device)
             self._whole[s, window] = self.translate(whole, s)
         return self._whole[s, window]

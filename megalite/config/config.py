@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal, NamedTuple
 
 from megalite.config.checkpoint import CheckpointConfig
@@ -94,8 +94,8 @@ class Config:
     def sequences_per_sample(self) -> Callable[[int], int]:
         """Return a function: into how many sequences each sample after some consumed samples is cut."""
         full = self.model.seq_length
-        steps = schedule_steps(self.training.seq_length_schedule, full) or [(0, full)]
-        return lambda consumed_samples: full // value_at(steps, consumed_samples)
+        lengths = schedule_steps(self.training.seq_length_schedule, full) or [(0, full)]
+        return partial(value_at, [(consumed, full // length) for consumed, length in lengths])
 
     @property
     def hang_timeout(self) -> float:
