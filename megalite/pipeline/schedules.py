@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 from itertools import accumulate, count, pairwise
 from typing import Literal, NamedTuple, TypeVar, get_args
 
@@ -191,6 +192,12 @@ ScheduleFunction = Callable[[int, StageMap, int], list[Action]]
 def actions_by_rank(order: ScheduleFunction, stages: StageMap, num_microbatches: int) -> list[list[Action]]:
     """Return the actions of every rank."""
     return [order(rank, stages, num_microbatches) for rank in range(stages.num_ranks)]
+
+
+@lru_cache(maxsize=64)
+def training_actions(schedule: ScheduleName, stages: StageMap, num_microbatches: int) -> list[list[Action]]:
+    """Return the actions of all ranks in a training step of a schedule."""
+    return actions_by_rank(SCHEDULES[schedule].train, stages, num_microbatches)
 
 
 def forward_only(rank: int, stages: StageMap, num_microbatches: int) -> list[Action]:

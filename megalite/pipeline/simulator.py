@@ -29,6 +29,7 @@ from megalite.pipeline.schedules import (
     StageMap,
     actions_by_rank,
     peak_in_flight,
+    training_actions,
 )
 
 _BEFORE = {
@@ -141,12 +142,6 @@ def pairs_of_rank(
         chunk: extrapolated(num_pairs(chunk), stages.num_ranks, num_microbatches)
         for chunk in range(stages.num_chunks)
     }
-
-
-@lru_cache(maxsize=64)
-def training_actions(schedule: ScheduleName, stages: StageMap, num_microbatches: int) -> list[list[Action]]:
-    """Return the actions of all ranks in a training step of a schedule."""
-    return actions_by_rank(SCHEDULES[schedule].train, stages, num_microbatches)
 
 
 def simulate(actions: Sequence[Sequence[Action]], stages: StageMap, duration: Duration) -> Timeline:

@@ -9,8 +9,15 @@ from typing import NamedTuple
 
 from megalite.config.config import hides_expert_messages
 from megalite.observe.unit_record import INPUT
-from megalite.pipeline.schedules import SCHEDULES, ScheduleName, StageMap, peak_deferred, peak_in_flight
-from megalite.pipeline.simulator import MAX_ROUNDS, training_actions
+from megalite.pipeline.schedules import (
+    SCHEDULES,
+    ScheduleName,
+    StageMap,
+    peak_deferred,
+    peak_in_flight,
+    training_actions,
+)
+from megalite.pipeline.simulator import MAX_ROUNDS
 from megalite.plan.optimizer_update import offloaded_state
 from megalite.plan.planned_run import PlannedRun
 from megalite.plan.units import RankUnits, sizes_of

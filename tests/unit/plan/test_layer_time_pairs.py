@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from megalite.pipeline.simulator import pairs_of_rank, training_actions
+from megalite.pipeline.schedules import training_actions
+from megalite.pipeline.simulator import pairs_of_rank
 from megalite.plan.communication import CONTENTION, Cluster
 from megalite.plan.iteration_time import _stages, least_seconds, makespan, time_step
 from megalite.plan.layer_time import LayerSeconds, hidden_seconds, model_work, pair_savings
