@@ -89,18 +89,15 @@ class LocalSaves:
     copies: PeerCopies | None
 
     @staticmethod
-    def of(config: CheckpointConfig, topology: Topology) -> LocalSaves | None:
+    def of(config: CheckpointConfig, topology: Topology) -> LocalSaves:
         """Return the local saves of this run, whose id is in its --save folder; every rank must call it.
 
-        Returns:
-            The local saves; None if the config has none.
+        The config must have some: see `CheckpointConfig.saves_locally`.
 
         Raises:
             UserError: a folder cannot be written, or there are not enough nodes for the copies. Every rank
                 raises it.
         """
-        if not config.saves_locally:
-            return None
         assert config.save is not None
         assert config.non_persistent_local_ckpt_dir is not None
         with topology.agreed():

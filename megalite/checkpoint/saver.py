@@ -201,7 +201,7 @@ class Saver:
         self._folder: RunFolder | None = None
         if config.save is not None:
             self._folder = StoredRun.at(config.save, config.save_stage) or LocalRun(Path(config.save))
-        self.local = LocalSaves.of(config, topology)
+        self.local = LocalSaves.of(config, topology) if config.saves_locally else None
         self._copy = HostCopy(topology.device)
         self._running: _RunningSave | None = None
         self._failure: SaveError | None = None  # error of the newest persistent save
