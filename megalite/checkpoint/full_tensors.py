@@ -70,7 +70,13 @@ class FullReader:
             DamagedCheckpoint: its file cannot be read.
         """
         first = self._first(name)
-        return self._shape_in_file(name, first) if first.range is None else first.range.full_shape
+        if first.range is not None:
+            return first.range.full_shape
+        try:
+            with open_tensors(self.manifest, first.file) as handle:
+                return tuple(handle.get_slice(name).get_shape())
+        except (OSError, ValueError) as error:
+            raise self._damaged(error) from error
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype in which the tensor is saved.
@@ -117,13 +123,6 @@ class FullReader:
 
     def _full_range(self, name: str) -> ParameterRange:
         return ParameterRange.whole(self.shape(name))
-
-    def _shape_in_file(self, name: str, record: TensorRecord) -> tuple[int, ...]:
-        try:
-            with open_tensors(self.manifest, record.file) as handle:
-                return tuple(handle.get_slice(name).get_shape())
-        except (OSError, ValueError) as error:
-            raise self._damaged(error) from error
 
     def _damaged(self, error: Exception) -> DamagedCheckpoint:
         return DamagedCheckpoint(self.manifest.folder, [str(error)])

@@ -104,14 +104,11 @@ def _span(what: Timed, category: str | None, start: float, end: float) -> TraceS
     if isinstance(what, Action):
         return TraceSpan(str(what), what.kind.value, start, end, what.microbatch, what.chunk)
     if isinstance(what, Wait):
-        category = OTHER_WAIT if what.axis == WORLD else f"{_waited_axis(what.axis)}{WAIT}"
+        # Ranks that share slices of experts exchange tokens with ep's.
+        axis = "ep" if what.axis in ("etp", "ep_etp") else whole_axis(what.axis)
+        category = OTHER_WAIT if what.axis == WORLD else f"{axis}{WAIT}"
         return TraceSpan(what.what, category, start, end)
     return TraceSpan(what, category or (DATA if what == BATCH_GENERATOR else PART), start, end)
-
-
-def _waited_axis(name: str) -> str:
-    """Return the axis whose wait a wait is. Ranks that share slices of experts exchange tokens with ep's."""
-    return "ep" if name in ("etp", "ep_etp") else whole_axis(name)
 
 
 _NUM_CLOCK_SAMPLES = 20

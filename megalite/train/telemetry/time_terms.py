@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megalite.distributed.axes import coordinates_text
 from megalite.observe.unit_record import ATTENTION, GEMMS, KERNEL_KINDS, MEMORY_BOUND, KernelKind
@@ -232,14 +232,11 @@ def sample_in(record: object) -> TimeSample | None:
     if not (
         all(type(number) is int for number in numbers)
         and record["num_iterations"] > 0
-        and all(isinstance(each, dict) and all(map(_is_time, each.values())) for each in by_name)
+        and all(isinstance(each, dict) for each in by_name)
+        and all(type(x) in (int, float) and 0 <= x < 1e9 for each in by_name for x in each.values())
     ):
         return None
     return TimeSample(**record)
-
-
-def _is_time(value: Any) -> bool:
-    return type(value) in (int, float) and 0 <= value < 1e9
 
 
 @dataclass(frozen=True)
