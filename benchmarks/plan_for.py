@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 from benchmarks.megatron_settings import WHOLE, MegatronSettings
 from benchmarks.other_programs import OtherPlan, request_of
 from megalite.config.arguments import FlagTokens, split_tokens
-from megalite.utils.commands import run_main
 from megalite.config.fields import fields_by_flag
 from megalite.config.recompute import Module
 from megalite.frontends.megatron.rules import accepted_flags, missing_feature
@@ -29,6 +28,7 @@ from megalite.plan.plan_report import plan_lines
 from megalite.plan.plan_request import Request
 from megalite.plan.planned_run import run_problems
 from megalite.plan.uncertainty import HOST_BOUND
+from megalite.utils.commands import run_main
 from megalite.utils.errors import UserError
 from megalite.utils.hardware.gpus import find_gpu
 

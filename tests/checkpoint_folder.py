@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalite.checkpoint.convert.formats import ConversionPlan, whole_folder, write_megalite
 from megalite.checkpoint.convert.model_settings import parameters_of
-from megalite.checkpoint.convert.target import ConversionPlan, whole_folder, write_megalite
 from megalite.checkpoint.folder import LATEST, name_of
 from megalite.checkpoint.manifest import INDEX, RUN, SUMS, seal
 from megalite.checkpoint.parameter_range import ParameterRange

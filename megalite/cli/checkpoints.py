@@ -14,9 +14,8 @@ from pathlib import Path
 from megalite.checkpoint.convert import upcycle as upcycling
 from megalite.checkpoint.convert.average import average, last_checkpoints, moving_average
 from megalite.checkpoint.convert.convert import Conversion
+from megalite.checkpoint.convert.formats import KINDS, TARGETS
 from megalite.checkpoint.convert.model_settings import Settings
-from megalite.checkpoint.convert.source import KINDS
-from megalite.checkpoint.convert.target import TARGETS
 from megalite.checkpoint.stored_run import CopiedParts, StoredRun, local_copy, run_at
 from megalite.frontends.tool_parser import ToolParser, local_path, positive_int
 from megalite.observe.report import checkpoint_inspection

@@ -15,9 +15,15 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.compatibility import model_differences
+from megalite.checkpoint.convert.formats import (
+    ConversionPlan,
+    MegaliteSource,
+    find_checkpoint,
+    size_text,
+    whole_folder,
+    write_megalite,
+)
 from megalite.checkpoint.convert.model_settings import Settings
-from megalite.checkpoint.convert.source import MegaliteSource, find_checkpoint
-from megalite.checkpoint.convert.target import ConversionPlan, size_text, whole_folder, write_megalite
 from megalite.checkpoint.folder import iterations_in, list_checkpoints
 from megalite.checkpoint.manifest import read_manifest
 from megalite.config.model.transformer import ParamsDtype

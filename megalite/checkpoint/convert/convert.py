@@ -10,6 +10,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megalite.checkpoint.convert.formats import (
+    KINDS,
+    TARGETS,
+    ConversionPlan,
+    ConversionSource,
+    MegaliteSource,
+    kind_of,
+    size_text,
+    whole_folder,
+)
 from megalite.checkpoint.convert.hf_folder import HFFolder
 from megalite.checkpoint.convert.model_check import (
     CheckInput,
@@ -20,8 +30,6 @@ from megalite.checkpoint.convert.model_check import (
     run_transformers,
 )
 from megalite.checkpoint.convert.model_settings import Settings, loses_digits
-from megalite.checkpoint.convert.source import KINDS, ConversionSource, MegaliteSource, kind_of
-from megalite.checkpoint.convert.target import TARGETS, ConversionPlan, size_text, whole_folder
 from megalite.frontends.huggingface.families import family_of
 from megalite.utils.errors import UserError
 from megalite.utils.log import log

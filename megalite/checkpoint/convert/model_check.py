@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from megalite.checkpoint.convert.formats import ConversionSource
 from megalite.checkpoint.convert.hf_folder import HFFolder
 from megalite.checkpoint.convert.model_settings import without_training_buffers
-from megalite.checkpoint.convert.source import ConversionSource
 from megalite.config import ModelConfig
 from megalite.data.microbatch import LayerState, Microbatch
 from megalite.distributed.topology import Topology

@@ -15,9 +15,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megalite.checkpoint.convert.formats import (
+    ConversionPlan,
+    MegaliteSource,
+    size_text,
+    whole_folder,
+    write_megalite,
+)
 from megalite.checkpoint.convert.model_settings import Settings, check_model
-from megalite.checkpoint.convert.source import MegaliteSource
-from megalite.checkpoint.convert.target import ConversionPlan, size_text, whole_folder, write_megalite
 from megalite.config import ModelConfig
 from megalite.kernels import site_key
 from megalite.utils.errors import UserError

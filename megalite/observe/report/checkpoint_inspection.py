@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalite.checkpoint.convert.formats import find_checkpoint, kind_of
 from megalite.checkpoint.convert.hf_folder import CONFIG_FILE, HFFolder
-from megalite.checkpoint.convert.source import find_checkpoint, kind_of
 from megalite.checkpoint.folder import iterations_in, read_latest
 from megalite.checkpoint.full_tensors import FullReader
 from megalite.checkpoint.manifest import (

@@ -12,9 +12,9 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megalite.checkpoint.convert.convert import Conversion
+from megalite.checkpoint.convert.formats import whole_folder
 from megalite.checkpoint.convert.hf_folder import _model_of
 from megalite.checkpoint.convert.model_settings import Settings
-from megalite.checkpoint.convert.target import whole_folder
 from megalite.checkpoint.manifest import CONFIG
 from megalite.cli.checkpoints import convert as main
 from megalite.utils.errors import UserError

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from megalite.checkpoint.convert.convert import Conversion
+from megalite.checkpoint.convert.formats import kind_of
 from megalite.checkpoint.convert.megatron_folder import TRACKER
 from megalite.checkpoint.convert.megatron_model import model_of
 from megalite.checkpoint.convert.model_settings import Settings
-from megalite.checkpoint.convert.source import kind_of
 from megalite.checkpoint.manifest import read_manifest
 from megalite.config import ModelConfig
 from megalite.utils.errors import UserError

@@ -8,7 +8,7 @@ import torch
 from transformers import MistralConfig, MistralForCausalLM
 
 from megalite.checkpoint.convert import convert as convert_module
-from megalite.checkpoint.convert import hf_folder, target
+from megalite.checkpoint.convert import formats, hf_folder
 from megalite.checkpoint.convert.convert import Conversion
 from megalite.checkpoint.convert.model_check import check_same, filled, parameters_on_meta
 from megalite.checkpoint.convert.model_settings import Settings
@@ -58,7 +58,7 @@ def test_a_wrong_mapping_from_hugging_face_is_found(kind, tmp_path, monkeypatch)
 def test_a_wrong_mapping_to_hugging_face_is_found(kind, tmp_path, monkeypatch):
     save(build(kind), tmp_path / "hf")
     Conversion(tmp_path / "hf", tmp_path / "ours", check=False).run()
-    monkeypatch.setattr(target, "all_entries", exchanged_in_layer_1)
+    monkeypatch.setattr(formats, "all_entries", exchanged_in_layer_1)
     with pytest.raises(UserError, match="the first difference is in the output of layer 1,"):
         Conversion(tmp_path / "ours", tmp_path / "back").run()
     assert not (tmp_path / "back").exists()
@@ -109,9 +109,9 @@ def test_without_transformers_the_check_is_skipped(tmp_path, monkeypatch, capsys
 def test_transformers_loads_the_written_folder(tmp_path, monkeypatch):
     """Our own reader compares as many rows of the vocabulary as both models have."""
     save(build("llama", layers=1), tmp_path / "hf")
-    written = target.hf_config_of
+    written = formats.hf_config_of
     monkeypatch.setattr(
-        target, "hf_config_of", lambda *values: {**written(*values), "vocab_size": VOCABULARY - 4}
+        formats, "hf_config_of", lambda *values: {**written(*values), "vocab_size": VOCABULARY - 4}
     )
     with pytest.raises(UserError, match=r"transformers \S+ cannot load .*; --no-check converts") as raised:
         Conversion(tmp_path / "hf", tmp_path / "back", target="hf").run()

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from megalite.checkpoint.convert.formats import MegaliteSource
 from megalite.checkpoint.convert.model_settings import Settings
-from megalite.checkpoint.convert.source import MegaliteSource
 from megalite.checkpoint.convert.upcycle import ExpertSizes, upcycle
 from megalite.cli.checkpoints import upcycle as main
 from megalite.config import ModelConfig
