@@ -9,7 +9,7 @@ import itertools
 import textwrap
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Literal, NamedTuple, Union
 
@@ -103,6 +103,22 @@ def declared_conflicts() -> tuple[Conflict | Bound, ...]:
 def value_of(name: str, config: Config) -> Any:
     """Return the value of a field by its name."""
     return getattr(getattr(config, fields_by_name()[name].group), name)
+
+
+class FieldValues(Mapping[str, Any]):
+    """Values of a config's fields by name, each read when it is requested."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+
+    def __getitem__(self, name: str) -> Any:
+        return value_of(name, self._config)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(fields_by_name())
+
+    def __len__(self) -> int:
+        return len(fields_by_name())
 
 
 def with_fields(config: Config, **values: Any) -> Config:

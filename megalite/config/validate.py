@@ -8,7 +8,15 @@ from typing import Any
 
 from megalite.config.config import LAYOUT_OPTIONS, Config
 from megalite.config.data import CORPUS_FIELDS
-from megalite.config.fields import MAX_INT, ConfigField, config_fields, declared_conflicts, without_effect
+from megalite.config.fields import (
+    MAX_INT,
+    ConfigField,
+    FieldValues,
+    config_fields,
+    declared_conflicts,
+    fields_by_name,
+    without_effect,
+)
 from megalite.config.option import flag_of, flag_with_value
 from megalite.config.rules import attention_rules, model_rules, parallel_rules, training_rules
 from megalite.config.rules.parallel_rules import replicas
@@ -31,9 +39,10 @@ _SPLIT = ("data_path", "data_args_path", "data_phases")
 
 def conflicts(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Yield a problem for each pair of fields that a group of options declares as a conflict."""
-    values = config.values()
+    values = FieldValues(config)
     found = [each for each in declared_conflicts() if each.is_met_in(values)]
-    unused = without_effect(config_fields(), values) if found else {}
+    named = [fields_by_name()[name] for conflict in found for name in conflict.fields]
+    unused = without_effect(named, values)
     for conflict in found:
         if unused.keys().isdisjoint(conflict.fields):
             yield Problem(conflict.fields, conflict.text(values))

@@ -415,8 +415,7 @@ def from_json(kind: Any, found: Any) -> Any:
     Raises:
         KeyError, TypeError, ValueError: it is not such an object.
     """
-    if get_origin(kind) is tuple:
-        kinds = get_args(kind)
+    if (kinds := _kinds_of_items(kind)) is not None:
         each_kind = itertools.repeat(kinds[0], len(found)) if kinds[-1] is ... else kinds
         return tuple(from_json(*each) for each in zip(each_kind, found, strict=True))
     if isinstance(found, dict):
@@ -427,3 +426,9 @@ def from_json(kind: Any, found: Any) -> Any:
 
 
 _types = cache(get_type_hints)
+
+
+@cache
+def _kinds_of_items(kind: Any) -> tuple[Any, ...] | None:
+    """Return the types of a tuple's items; None if the type is no tuple."""
+    return get_args(kind) if get_origin(kind) is tuple else None

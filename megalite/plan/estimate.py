@@ -9,7 +9,12 @@ from typing import Any
 
 from megalite.config.model.model_config import CONVENTION, flops_per_token_by_convention
 from megalite.distributed.axes import EXPERTS
-from megalite.plan.iteration_time import IterationTime, time_iteration
+from megalite.plan.iteration_time import (
+    IterationTime,
+    least_layer_seconds,
+    least_seconds,
+    time_iteration,
+)
 from megalite.plan.layer_time import WorkSeconds
 from megalite.plan.optimizer_update import largest_offloaded_state, offload_seconds
 from megalite.plan.planned_run import PlannedRun
@@ -99,6 +104,16 @@ class RunPlan:
             {"time": self.time.seconds, "memory": self.memory_bytes},
         )
         return {quantity: interval(quantity, value, kind) for quantity, value in planned.items()}
+
+    @cached_property
+    def least_layer_seconds(self) -> float:
+        """Return a lower bound of `least_seconds` that takes less time to compute."""
+        return least_layer_seconds(self.run)
+
+    @cached_property
+    def least_seconds(self) -> float:
+        """Return a lower bound of the seconds of one optimizer step."""
+        return least_seconds(self.run)
 
     @property
     def tokens(self) -> int:

@@ -20,7 +20,6 @@ from megalite.config.validate import RULES
 from megalite.pipeline.schedules import SCHEDULES
 from megalite.plan.communication import Cluster
 from megalite.plan.estimate import RunPlan
-from megalite.plan.iteration_time import least_layer_seconds, least_seconds
 from megalite.plan.layout_fields import MIN_SLICE, changed_fields, with_even_stages
 from megalite.plan.optimizer_update import NODE_MEMORY_GB
 from megalite.plan.plan_request import Request
@@ -188,7 +187,7 @@ def fastest(plans: Sequence[RunPlan], count: int, watch: Watch = watch_nothing) 
     A bound that takes little time is replaced by a higher one when it is the lowest of all.
     """
     best: list[RunPlan] = []
-    bounds = [(least_layer_seconds(plan.run), False, i) for i, plan in enumerate(plans)]
+    bounds = [(plan.least_layer_seconds, False, i) for i, plan in enumerate(plans)]
     heapify(bounds)
     number = 0
     while bounds:
@@ -196,7 +195,7 @@ def fastest(plans: Sequence[RunPlan], count: int, watch: Watch = watch_nothing) 
         if len(best) == count and bound >= best[-1].time.seconds:
             break
         if not is_final:
-            heapreplace(bounds, (least_seconds(plans[i].run), True, i))
+            heapreplace(bounds, (plans[i].least_seconds, True, i))
             continue
         heappop(bounds)
         number += 1
@@ -217,12 +216,10 @@ def simplest(plans: list[RunPlan], ratio: float = SIMILAR) -> RunPlan:
     (best,) = fastest(plans, 1)
     longest = ratio * best.time.seconds
     by_options = sorted(
-        plans,
+        (plan for plan in plans if plan.least_layer_seconds <= longest),
         key=lambda plan: (len(changed_fields(plan.run.config)), plan.run.zero_stage, plan.memory_bytes),
     )
-    return next(
-        plan for plan in by_options if least_seconds(plan.run) <= longest and plan.time.seconds <= longest
-    )
+    return next(plan for plan in by_options if plan.least_seconds <= longest and plan.time.seconds <= longest)
 
 
 def ranked(plans: list[RunPlan], count: int, watch: Watch = watch_nothing) -> list[RunPlan]:

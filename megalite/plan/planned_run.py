@@ -222,6 +222,11 @@ class PlannedRun:
         return self.config.parallel.zero_stage_among(self.num_shards)
 
     @cached_property
+    def sharded_memory(self) -> dict[Hashable, Any]:
+        """Return what `rank_memory` has found about layouts with these options of ZeRO; empty at first."""
+        return {}
+
+    @cached_property
     def gathers_once(self) -> bool:
         """Return whether ZeRO stage 3 gathers each weight once per iteration, not for each microbatch."""
         choice = self.config.parallel.fsdp_reshard_after_forward
@@ -440,7 +445,7 @@ _UNSHARDED = (
     "ranks",
 )
 """Cached properties of a run that do not depend on how ZeRO shards it."""
-_SHARDED = ("replicas", "zero_stage")
+_SHARDED = ("replicas", "zero_stage", "sharded_memory")
 """Cached properties that depend only on the sizes of the axes and on how ZeRO shards."""
 
 

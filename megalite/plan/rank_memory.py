@@ -73,11 +73,8 @@ def rank_memories(run: PlannedRun) -> list[RankMemory]:
 def largest_memory(run: PlannedRun) -> RankMemory:
     """Return the memory of the rank that needs most."""
     work = _microbatch_memory(run)
-    memories = (
-        _rank_memory(run, _lasting_memory(run, units, work), size)
-        for units, size in work.largest_activations.items()
-    )
-    return max(memories, key=lambda memory: memory.total)
+    memories = [(_lasting_memory(run, units, work), size) for units, size in work.largest_activations.items()]
+    return _rank_memory(run, *max(memories, key=lambda each: sum(each[0]) + each[1]))
 
 
 def activation_parts(run: PlannedRun, rank: int, activations: float) -> dict[str, float]:
@@ -133,8 +130,13 @@ def node_host_bytes(run: PlannedRun) -> float:
 
 def _average(run: PlannedRun, rank: int, by_stage: Sequence[float]) -> float:
     """Return the mean over a rank's stages, since each chunk in flight counts with the average size."""
-    stages = run.stages.stages_of(rank)
-    return sum(by_stage[stage] for stage in stages) / len(stages)
+    stages = _stages_of_ranks(run.stages)[rank]
+    return sum([by_stage[stage] for stage in stages]) / len(stages)
+
+
+@lru_cache(maxsize=1024)
+def _stages_of_ranks(stages: StageMap) -> list[list[int]]:
+    return [list(stages.stages_of(rank)) for rank in range(stages.num_ranks)]
 
 
 class _MicrobatchMemory(NamedTuple):
@@ -165,7 +167,7 @@ def _microbatch_memory(run: PlannedRun) -> _MicrobatchMemory:
     return run.units.shared(key, find)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=8192)
 def _peaks(
     schedule: ScheduleName, stages: StageMap, num_microbatches: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -220,22 +222,45 @@ def _activations(run: PlannedRun) -> list[float]:
     kept = [size + embedding_bytes(run, stage) for stage, size in enumerate(held)]
     return [
         in_flight * _average(run, rank, kept)
-        + max(moving[stage] for stage in run.stages.stages_of(rank))
+        + max([moving[stage] for stage in _stages_of_ranks(run.stages)[rank]])
         + num_deferred * _average(run, rank, deferred)
         + (later if run.ranks[rank].is_last else 0.0)
         for rank, (in_flight, num_deferred) in enumerate(zip(*peaks(run), strict=True))
     ]
 
 
+class _ShardedMemory(NamedTuple):
+    """Memory of a rank that does not depend on the microbatches: the state, and weights that ZeRO 3 gathers.
+
+    Attributes:
+        at_loss, in_layers: gathered bytes beside the logits, and beside the work of a layer.
+    """
+
+    weights: float
+    gradients: float
+    optimizer: float
+    at_loss: float
+    in_layers: float
+
+
 def _lasting_memory(run: PlannedRun, units: RankUnits, work: _MicrobatchMemory) -> RankMemory:
     """Return what does not depend on the microbatches in flight: neither activations nor the residual."""
+    key = (units.kinds, units.is_first, units.is_last, run.gathers_once, run.keeps_rounded_weights)
+    held = run.sharded_memory.get(key)
+    if held is None:
+        held = run.sharded_memory[key] = _sharded_memory(run, units)
+    logits = work.logits if units.is_last else 0.0
+    # They never exist at the same time, except for gathered weights of multi-token prediction.
+    workspace = max(held.at_loss, work.workspace + held.in_layers - logits) + run.buffer_bytes(units)
+    return RankMemory(held.weights, held.gradients, held.optimizer, 0.0, logits, workspace, 0.0)
+
+
+def _sharded_memory(run: PlannedRun, units: RankUnits) -> _ShardedMemory:
     weights, gradients, optimizer = _state(run, units)
     if (offloaded := offloaded_state(run, units)) is not None:
         optimizer -= offloaded.state
-    logits = work.logits if units.is_last else 0.0
-    # They never exist at the same time, except for gathered weights of multi-token prediction.
-    workspace = max(_gathered_at_loss(run, units), work.workspace + _gathered_bytes(run, units) - logits)
-    return RankMemory(weights, gradients, optimizer, 0.0, logits, workspace + run.buffer_bytes(units), 0.0)
+    at_loss, in_layers = _gathered_at_loss(run, units), _gathered_bytes(run, units)
+    return _ShardedMemory(weights, gradients, optimizer, at_loss, in_layers)
 
 
 def _gathered_at_loss(run: PlannedRun, units: RankUnits) -> float:
