@@ -136,10 +136,11 @@ class Fp8Options:
             "compile": ", whose graphs have no history of magnitudes: remove one",
         },
         "fp8_param_gather": {
-            Setting("fp8_recipe", ("mxfp8", "nvfp4")): (
-                ", which does not round a weight to the same 8 bits for both of its GEMMs: remove it, or "
-                "pass --fp8-recipe blockwise"
+            Setting("fp8_recipe", ("mxfp8",)): (
+                ", which rounds a weight to other 8 bits for each of its two GEMMs: remove it, or pass "
+                "--fp8-recipe blockwise"
             ),
+            Setting("fp8_recipe", ("nvfp4",)): ", whose weights have 4 bits: remove it",
             "compile": ", whose graphs round weights of 16 bits: remove one",
         },
     }

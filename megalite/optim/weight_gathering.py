@@ -364,21 +364,24 @@ class ShardedWeights:
     def _round(self, bucket: Bucket, numbers: Tensor, main: Tensor) -> None:
         """Round this rank's shard of a bucket to 8 bits, as GEMMs would round the whole weights."""
         wide = main.to(bucket.weight.dtype)  # as it would be gathered
-        gemms = [gemm for each in bucket.entries if (gemm := gathered_gemm_of(each.parameter)) is not None]
+        gemms = list[GatheredGemm]()
         owned: dict[int, tuple[slice, WeightPart]] = {}  # by the number of the entry
-        for number, entry in enumerate(bucket.entries):
+        for i, entry in enumerate(bucket.entries):
+            gemm = gathered_gemm_of(entry.parameter)
+            assert gemm is not None  # a bucket's weights are gathered alike
+            gemms.append(gemm)
             share = overlap(slice(entry.start, entry.end), bucket.shard)
             if share.start < share.stop:
                 own = slice(share.start - bucket.shard.start, share.stop - bucket.shard.start)
                 part = WeightPart(wide[own], share.start - entry.start, entry.parameter.shape)
-                owned[number] = own, part
+                owned[i] = own, part
         if bucket not in self._scales:
             self._scales[bucket] = _shared_scales(
-                bucket, gemms, [(n, part) for n, (_, part) in owned.items()]
+                bucket, gemms, [(i, part) for i, (_, part) in owned.items()]
             )
         scales = self._scales[bucket]
-        for number, (own, part) in owned.items():
-            numbers[bucket.shard][own].copy_(gemms[number].round_part(part, scales[number]))
+        for i, (own, part) in owned.items():
+            numbers[bucket.shard][own].copy_(gemms[i].round_part(part, scales[i]))
         for gemm, entry, scale in zip(gemms, bucket.entries, scales, strict=True):
             gemm.weights.set_gathered(entry.parameter, Fp8(numbers[entry.start : entry.end], scale))
 
@@ -404,7 +407,7 @@ def _shared_scales(
     """Return the scales of each weight of a bucket, which the owners of its parts agree on.
 
     Args:
-        gemms: the GEMMs that read each weight.
+        gemms: the GEMMs that read each weight; they have the same recipe.
         owned: this rank's parts, with the numbers of their weights.
     """
     pairs = zip(gemms, bucket.entries, strict=True)
@@ -412,8 +415,8 @@ def _shared_scales(
     sizes = [math.prod(shape) for shape in shapes]
     flat = torch.zeros(sum(sizes), device=bucket.weight.device)
     scales = [scale.view(shape) for scale, shape in zip(flat.split(sizes), shapes, strict=True)]
-    for number, part in owned:
-        scales[number].copy_(gemms[number].scale_of_part(part))
+    for i, part in owned:
+        scales[i].copy_(gemms[i].scale_of_part(part))
     for axis in (bucket.replicas.shard, *gemms[0].scale_axes):
         all_reduce(flat, axis, dist.ReduceOp.MAX, of="scales of weights")
     return scales

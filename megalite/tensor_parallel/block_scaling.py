@@ -155,7 +155,7 @@ class BlockGemm(RoundedGemm):
         self.dtype, self.gradient_dtype = DTYPES[settings.fp8_format]
         self.weights = settings.weights
         self.rounds_weight_gradients = settings.rounds_weight_gradients
-        self.scale_axes: tuple[Axis, ...] = ()  # no axis cuts a block
+        self.scale_axes: tuple[Axis, ...] = ()  # tp cuts no block
 
     def rounded_input(self, x: Tensor) -> Tensor:
         """Round blocks along the features of ``[..., in]``."""
@@ -184,20 +184,22 @@ class BlockGemm(RoundedGemm):
         return -(-math.prod(shape[:-1]) // rows), -(-shape[-1] // size)
 
     def scale_of_part(self, part: WeightPart) -> Tensor:
-        """Return the scales that a part of each block needs; infinity for those of infinities and NaNs."""
+        """Return the scales that the part of each block needs; 0 for zeros, infinity for one and for NaN."""
         blocks, own, _ = self._blocks_of(part)
         largest = _largest_in(blocks)[:, 0, :, 0]
         scale = torch.zeros(self.scale_shape(part.shape), device=largest.device)
         powers = torch.ldexp(torch.ones_like(scale[own]), scale_exponents(largest, self.dtype))
-        scale[own] = powers.where(largest.isfinite(), torch.inf)
+        # The least power of two would be too much for a block whose other parts are smaller still.
+        scale[own] = powers.where(largest != 0, 0.0).where(largest.isfinite(), torch.inf)
         return scale
 
     def round_part(self, part: WeightPart, scale: Tensor) -> Tensor:
         """Return the elements of a part in E4M3, with the scales of the weight's blocks."""
         blocks, own, before = self._blocks_of(part)
-        factors = scale[own, None, :, None].reciprocal().to(blocks.dtype)
+        own_scale = scale[own, None, :, None]
+        factors = own_scale.where(own_scale != 0, 1.0).reciprocal().to(blocks.dtype)  # 0 of a block of zeros
         codes = _joined((blocks * factors).to(self.dtype))[:, : part.shape[-1]]
-        return codes.flatten()[before : before + len(part.numbers)]
+        return codes.flatten()[before : before + len(part.elements)]
 
     def _blocks_of(self, part: WeightPart) -> tuple[Tensor, slice, int]:
         """Return the rows of blocks that have a part, these rows' numbers, and the elements before the part.
@@ -206,7 +208,7 @@ class BlockGemm(RoundedGemm):
         """
         size, rows = self.blocks
         first, before = divmod(part.start, height := rows * part.shape[-1])
-        whole = F.pad(part.numbers, (before, -(before + len(part.numbers)) % height))
+        whole = F.pad(part.elements, (before, -(before + len(part.elements)) % height))
         blocks = _in_blocks(whole.view(-1, part.shape[-1]), rows, size)
         return blocks, slice(first, first + len(blocks)), before
 

@@ -39,6 +39,7 @@ from megalite.tensor_parallel.fp8 import (
     round_tensor,
     scale_of,
     scaled_gemm,
+    visible_amax,
     with_rows_of,
 )
 from megalite.tensor_parallel.gemm import WIDE, RoundedGemm
@@ -102,8 +103,7 @@ class DelayedGemm(RoundedGemm):
             self._measure(weight, _WEIGHT)
             return WIDE.forward(x, weight, bias)
         rows, own_bias = x.detach().flatten(0, -2), None if bias is None else bias.detach()
-        if (rounded := self._gathered(weight)) is None:
-            rounded = self.weights.keep(weight, False, lambda: self._rounded(weight, _WEIGHT, E4M3))
+        rounded = self._rounded_weight(weight)
         y = self.multiply(self._rounded(rows, _INPUT, E4M3), rounded, own_bias, x.dtype, is_fast=True)
         return with_rows_of(x, y)
 
@@ -112,10 +112,12 @@ class DelayedGemm(RoundedGemm):
         if not self.has_history:
             self._measure(grad, _GRADIENT)
             return WIDE.input_gradient(grad, weight, None)
-        gathered = self._gathered(weight)
+        gathered = self.weights.of(weight).gathered
 
         def transposed() -> Fp8:
-            return gathered.transposed() if gathered else in_fp8(weight.t(), E4M3, self._largest_of(_WEIGHT))
+            if gathered is not None:
+                return Fp8(gathered.numbers, gathered.scale[0]).transposed()
+            return in_fp8(weight.t(), E4M3, self._largest_of(_WEIGHT))
 
         rounded = self.weights.keep(weight, True, transposed)
         left = self._rounded(grad.flatten(0, -2), _GRADIENT, self.gradient_dtype)
@@ -131,20 +133,21 @@ class DelayedGemm(RoundedGemm):
         return (2,)
 
     def scale_of_part(self, part: WeightPart) -> Tensor:
-        """Return the scale, NaN if the part is not finite, and the largest magnitude of the part."""
-        own = amax(part.numbers)
-        return torch.stack((scale_of(self._largest_of(_WEIGHT), E4M3) + (own - own), own))
+        """Return the scale, infinity if the part is not finite, and the largest magnitude of the part."""
+        own = visible_amax(part.elements)
+        scale = scale_of(self._largest_of(_WEIGHT), E4M3)
+        return torch.stack((scale.where(own.isfinite(), torch.inf), own))
 
     def round_part(self, part: WeightPart, scale: Tensor) -> Tensor:
         """Return the elements of a part in E4M3."""
-        return round_tensor(part.numbers, scale[0].reciprocal(), E4M3)
+        return round_tensor(part.elements, scale[0].reciprocal(), E4M3)
 
-    def _gathered(self, weight: Tensor) -> Fp8 | None:
-        """Return a weight that was gathered in 8 bits, and measure it."""
+    def _rounded_weight(self, weight: Tensor) -> Fp8:
+        """Return a weight in 8 bits, and measure it."""
         gathered = self.weights.of(weight).gathered
         if gathered is None:
-            return None
-        scale, largest = gathered.scale
+            return self.weights.keep(weight, False, lambda: self._rounded(weight, _WEIGHT, E4M3))
+        scale, largest = gathered.scale.unbind()
         torch.maximum(self.measured[_WEIGHT], largest, out=self.measured[_WEIGHT])
         return Fp8(gathered.numbers, scale)
 

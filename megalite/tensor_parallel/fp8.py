@@ -70,6 +70,12 @@ def round_tensor(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     return (x.float() * factor).clamp(-top, top).to(dtype).contiguous()
 
 
+def visible_amax(x: Tensor) -> Tensor:
+    """Return `amax`, and infinity instead of NaN, which a maximum over ranks may drop."""
+    largest = amax(x)
+    return largest.where(largest.isfinite(), torch.inf)
+
+
 def scale_of(largest: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the scale of a tensor with this largest magnitude."""
     return largest.clamp_min(_SMALLEST) / torch.finfo(dtype).max
@@ -185,18 +191,21 @@ class WeightPart(NamedTuple):
     """Consecutive elements of a rank's weight, which this replica owns.
 
     Attributes:
-        numbers: the elements, ``[n]``.
+        elements: as they would be gathered, ``[n]``.
         start: index of the first one in the flat weight.
         shape: ``[..., out, in]`` of the weight.
     """
 
-    numbers: Tensor
+    elements: Tensor
     start: int
     shape: torch.Size
 
 
 class GatheredGemm(Protocol):
     """GEMM whose weights the ranks that own parts of them can round, to the numbers of the whole weight.
+
+    A gathered weight is an `Fp8` of these numbers and of the scales that the owners agree on; their shape and
+    meaning are the recipe's.
 
     Attributes:
         weights: gets the gathered weights.
@@ -214,7 +223,10 @@ class GatheredGemm(Protocol):
         """Return the shape of the scales of a weight ``[..., out, in]``."""
 
     def scale_of_part(self, part: WeightPart) -> Tensor:
-        """Return the scales that a part needs, those of a weight being the largest; 0 without elements."""
+        """Return the scales that a part needs: 0 or more, and infinity instead of NaN.
+
+        The scales of the weight are the largest of all parts.
+        """
 
     def round_part(self, part: WeightPart, scale: Tensor) -> Tensor:
         """Return the elements of a part in E4M3, with the scales of the weight."""
@@ -288,10 +300,9 @@ class TensorwiseGemm(RoundedGemm):
         """Compute ``x weight^T + bias``: ``[s, b, in]`` and ``[out, in]`` -> ``[s, b, out]``."""
         rows, weight = x.detach().flatten(0, -2), weight.detach()
         largest_x, largest_weight = self.scales(rows, weight)
-        gathered = self.weights.of(weight).gathered
-        weight_in_fp8 = gathered or self.weights.keep(
-            weight, False, lambda: in_fp8(weight, E4M3, largest_weight)
-        )
+        weight_in_fp8 = self.weights.of(weight).gathered
+        if weight_in_fp8 is None:
+            weight_in_fp8 = self.weights.keep(weight, False, lambda: in_fp8(weight, E4M3, largest_weight))
         own_bias = None if bias is None else bias.detach()
         y = self.multiply(in_fp8(rows, E4M3, largest_x), weight_in_fp8, own_bias, x.dtype, is_fast=True)
         return with_rows_of(x, y)
@@ -300,10 +311,9 @@ class TensorwiseGemm(RoundedGemm):
         """Return the largest magnitudes of an operand and a weight over tp, whose ranks may hold slices."""
         known = self.weights.of(weight)
         if known.gathered is not None:
-            known.largest = known.gathered.scale  # a number that rounds nothing
+            return self._largest(x)[0], known.gathered.scale  # which rounds nothing
         if known.largest is not None:
-            (largest_x,) = self._largest(x)
-            return largest_x, known.largest
+            return self._largest(x)[0], known.largest
         largest_x, known.largest = self._largest(x, weight)
         return largest_x, known.largest
 
@@ -332,11 +342,11 @@ class TensorwiseGemm(RoundedGemm):
 
     def scale_of_part(self, part: WeightPart) -> Tensor:
         """Return the scale that a part needs."""
-        return scale_of(amax(part.numbers), E4M3)
+        return scale_of(visible_amax(part.elements), E4M3)
 
     def round_part(self, part: WeightPart, scale: Tensor) -> Tensor:
         """Return the elements of a part in E4M3, with the scale of the weight."""
-        return round_tensor(part.numbers, scale.reciprocal(), E4M3)
+        return round_tensor(part.elements, scale.reciprocal(), E4M3)
 
     def _largest(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         return all_reduce(torch.stack([amax(x) for x in tensors]), self.tp, dist.ReduceOp.MAX).unbind()

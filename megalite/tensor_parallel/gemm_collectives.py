@@ -135,7 +135,8 @@ class ChunkedCollectives(SeparateCollectives):
     of tp GEMMs that reads or writes these rows where they are.
 
     Args:
-        gemm: rounds the operands; their GEMM is in the dtype of the tensors.
+        gemm: rounds the operands in blocks, or not at all; their GEMM is in the dtype of the tensors.
+            GEMMs with a scale for each tensor are not split.
         num_chunks: number of parts; fewer if there are fewer positions.
     """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import reduce
 
 import ml_dtypes
 import numpy as np
@@ -14,7 +15,17 @@ from megalite.config import TrainingConfig
 from megalite.config.training import FP8_BLOCKS
 from megalite.distributed.topology import Topology
 from megalite.tensor_parallel.block_scaling import BlockGemm, round_in_blocks
-from megalite.tensor_parallel.fp8 import E4M3, E5M2, Fp8, Fp8Settings, Fp8Weights, WeightPart, check_device
+from megalite.tensor_parallel.delayed_scaling import DelayedGemm
+from megalite.tensor_parallel.fp8 import (
+    E4M3,
+    E5M2,
+    Fp8,
+    Fp8Settings,
+    Fp8Weights,
+    TensorwiseGemm,
+    WeightPart,
+    check_device,
+)
 from megalite.tensor_parallel.linear import LinearContext, column_linear
 from megalite.tensor_parallel.parameter_spec import LayerContext
 from megalite.utils.errors import UserError
@@ -132,11 +143,13 @@ def test_a_device_needs_kernels_or_emulation() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("cuts", [(), (1,), (5000, 5001), (128 * 330, 40000, 200 * 330)], ids=str)
 @pytest.mark.parametrize("value", [1.0, float("inf"), float("nan")])
+@pytest.mark.parametrize("size", [1.0, 1e-4])
 def test_parts_of_a_weight_are_rounded_like_the_whole(
-    dtype: torch.dtype, cuts: tuple[int, ...], value: float
+    dtype: torch.dtype, cuts: tuple[int, ...], value: float, size: float
 ) -> None:
     """Cut a weight inside of rows and blocks, with a number of any kind in the block of a corner."""
-    weight = _spread(2, 150, 330, seed=1).to(dtype)
+    weight = (size * torch.randn(2, 150, 330, generator=torch.Generator().manual_seed(1))).to(dtype)
+    weight[0, :50], weight[1, 106:] = 0, 0  # zeros in a part of the first blocks, and in all of the last ones
     weight[0, 127, 329] = value
     gemm = BlockGemm(Fp8Settings("hybrid", "blockwise"))
     ends = [0, *sorted(cuts), weight.numel()]
@@ -144,7 +157,7 @@ def test_parts_of_a_weight_are_rounded_like_the_whole(
         WeightPart(weight.flatten()[start:end], start, weight.shape)
         for start, end in itertools.pairwise(ends)
     ]
-    scale = torch.stack([gemm.scale_of_part(part) for part in parts]).amax(0)
+    scale = reduce(torch.fmax, [gemm.scale_of_part(part) for part in parts])  # drops NaN, as gloo may
     numbers = torch.cat([gemm.round_part(part, scale) for part in parts])
     matrix = weight.flatten(0, 1)
     gemm.weights.set_gathered(matrix, Fp8(numbers, scale))
@@ -153,3 +166,23 @@ def test_parts_of_a_weight_are_rounded_like_the_whole(
     assert expected.isnan().sum() == (0 if value == 1.0 else 128 * (330 - 256))
     assert found.dtype == dtype
     torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_a_number_that_is_not_finite_stays_visible_in_a_gathered_weight(
+    recipe: str, value: float, one_rank: Topology
+) -> None:
+    """The last owner's, which a maximum over ranks that drops NaN would lose."""
+    settings = Fp8Settings("hybrid", recipe, emulates=True)
+    gemm = TensorwiseGemm(settings, one_rank.tp) if recipe == "tensorwise" else DelayedGemm(settings)
+    if isinstance(gemm, DelayedGemm):
+        gemm.history, gemm.measured = torch.ones(2, 3), torch.zeros(3).unbind()
+    weight = _spread(16, 32, seed=1).float()
+    weight[15, 31] = value
+    parts = [WeightPart(weight.flatten()[start : start + 256], start, weight.shape) for start in (0, 256)]
+    scale = reduce(torch.fmax, [gemm.scale_of_part(part) for part in parts])
+    numbers = torch.cat([gemm.round_part(part, scale) for part in parts])
+    gemm.weights.set_gathered(weight, Fp8(numbers, scale))
+    x = torch.ones(3, 1, 32)
+    assert gemm.forward(x, weight, None).isnan().all()
