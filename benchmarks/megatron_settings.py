@@ -20,7 +20,7 @@ from benchmarks.transformer_engine import (
     ExpertPasses,
     Rounding,
 )
-from megalite.utils.hardware.gpus import ALIASES, GPUS
+from megalite.utils.hardware.gpus import find_gpu
 
 WHOLE = "full_iteration"
 """Scope of a CUDA graph of a whole iteration."""
@@ -93,6 +93,6 @@ class MegatronSettings:
     @property
     def _rounding(self) -> Rounding | None:
         """Return how Transformer Engine rounds; None in 16 bits."""
-        is_hopper = GPUS[ALIASES.get(self.gpu, self.gpu)].fp4_tflops == 0
+        is_hopper = find_gpu(self.gpu).fp4_tflops == 0
         of_hopper = ROUNDINGS.get(f"{self.recipe}-hopper") if is_hopper else None
         return of_hopper or ROUNDINGS.get(str(self.recipe))

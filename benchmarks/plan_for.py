@@ -24,6 +24,7 @@ from megalite.config.arguments import FlagTokens, split_tokens
 from megalite.config.fields import fields_by_flag
 from megalite.config.recompute import Module
 from megalite.frontends.megatron.rules import accepted_flags, missing_feature
+from megalite.frontends.tool_parser import positive_int
 from megalite.plan.plan_report import plan_lines
 from megalite.plan.plan_request import Request
 from megalite.plan.planned_run import run_problems
@@ -35,21 +36,28 @@ from megalite.utils.hardware.gpus import find_gpu
 OFF_IN_MEGATRON = ("--overlap-grad-reduce", "--overlap-param-gather")
 """Flags that are on by default here and off in Megatron-LM."""
 NO_MODEL = (
-    *("--moe-paged-stash", "--fine-grained-activation-offloading", "--delay-wgrad-compute"),
-    *("--moe-permute-fusion", "--moe-router-fusion", "--moe-shared-expert-overlap", "--use-nccl-ub"),
+    *("--fine-grained-activation-offloading", "--use-nccl-ub"),
+    *("--moe-paged-stash", "--moe-permute-fusion", "--moe-router-fusion", "--moe-shared-expert-overlap"),
+    "--delay-wgrad-compute",
 )
 """Flags of Megatron-LM that may save time or memory, and of which the plan has no model."""
 ASSUMED = ("--moe-router-force-load-balancing",)
 """Flags of Megatron-LM whose effect each plan has."""
+ONLY_OF_EXPERTS = ("--moe", "--delay-wgrad-compute")
+"""What begins the flags of `NO_MODEL` that Megatron-LM accepts with experts alone."""
 MESSAGES_OVERLAP = "--overlap-moe-expert-parallel-comm"
 _WITHOUT_EFFECT = ("checkpoint", "logging")
 """Groups of flags that change no plan."""
 _GRAPH_SCOPES = ("--cuda-graph-scope", "--cuda-graph-modules")
+_SHOWN = 0.0005  # of the time
 _SCOPES = ("attn", "moe_router")
 """Scopes of CUDA graphs that a plan has a model of."""
 _DISPATCHERS = ("--moe-token-dispatcher-type", "--moe-flex-dispatcher-backend", "--moe-enable-deepep")
 _LAYOUT, _PP = "--pipeline-model-parallel-layout", ("--pipeline-model-parallel-size", "--pp")
 _LOSS_FUSIONS = ("--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl")
+_CLUSTER, _YAML = ("--gpu", "--world-size"), "--yaml-cfg"
+_GRAPHS = ("none", "local", "transformer_engine", WHOLE)
+_OFFLOAD, _PRECISION_AWARE = "--optimizer-cpu-offload", "--use-precision-aware-optimizer"
 _RECOMPUTED, _GRANULARITY = "--recompute-modules", "--recompute-granularity"
 
 
@@ -96,12 +104,18 @@ def read_command(arguments: Sequence[str]) -> Command:
     """Read Megatron-LM's flags, and those of the cluster.
 
     Raises:
-        UserError: there is no GPU, or a token does not follow a flag.
+        UserError: the cluster's flags are missing, or there is more than flags.
     """
     flags, stray = split_tokens(arguments)
     passed = {flag.flag: flag.values for flag in flags}
-    if stray or "--gpu" not in passed:
-        raise UserError(f"{stray[0]!r} does not follow a flag" if stray else "--gpu is missing: pass it")
+    if stray:
+        raise UserError(f"{stray[0]!r} does not follow a flag: pass only the flags of pretrain_gpt.py")
+    for name in _CLUSTER:
+        if len(passed.get(name, ())) != 1:
+            raise UserError(f"pass {name} with a value: the plan needs the cluster")
+    find_gpu(*passed["--gpu"])
+    if _YAML in passed:
+        raise UserError(f"{_YAML} is not read: pass its settings as flags")
     kept, unknown = list[FlagTokens](), list[str]()
     for flag in flags:
         field = fields_by_flag().get(flag.flag)
@@ -110,7 +124,11 @@ def read_command(arguments: Sequence[str]) -> Command:
         topic = field.group if field else group.topic if group else None
         if flag.flag == _LAYOUT and (layers := layers_of_stages(" ".join(flag.values))):
             kept += split_tokens(["--pipeline-layers", *map(str, layers)])[0]
-            pp = next(int(*passed[name]) for name in _PP if name in passed)
+            pp = next((positive_int(" ".join(passed[name])) for name in _PP if name in passed), 1)
+            if len(layers) % pp:
+                raise UserError(
+                    f"{_LAYOUT} has {len(layers)} stages, which is not a multiple of {_PP[0]} {pp}"
+                )
             if len(layers) > pp:
                 kept += split_tokens([f"--num-virtual-stages-per-pipeline-rank={len(layers) // pp}"])[0]
             continue
@@ -127,6 +145,10 @@ def read_command(arguments: Sequence[str]) -> Command:
     graph = " ".join(passed.get("--cuda-graph-impl", ("none",)))
     if "--enable-cuda-graph" in passed or "--external-cuda-graph" in passed:
         graph = "local"
+    if graph not in _GRAPHS:
+        raise UserError(f"--cuda-graph-impl {graph}: it is {', '.join(_GRAPHS[:-1])} or {_GRAPHS[-1]}")
+    if graph != "none" and "--num-experts" not in passed:
+        unknown.append(f"--cuda-graph-impl {graph}")
     modules = passed.get(_RECOMPUTED, ())
     unknown += [f"{_RECOMPUTED} {name}" for name in modules if name == "shared_experts"]
     settings = MegatronSettings(
@@ -137,7 +159,10 @@ def read_command(arguments: Sequence[str]) -> Command:
         recomputes_expert_activation="moe_act" in modules,
         overlaps_tp="--tp-comm-overlap" in passed,
         fuses_loss=passed.get(_LOSS_FUSIONS[1]) == ("te",) and _LOSS_FUSIONS[0] in passed,
-        reduces_in_bf16="--grad-reduce-in-bf16" in passed,
+        reduces_in_bf16=bool(
+            "--grad-reduce-in-bf16" in passed
+            or ("--fp16" in passed and "--accumulate-allreduce-grads-in-fp32" not in passed)
+        ),
         gathers_rounded=bool({"--fp8-param-gather", "--fp8-param", "--fp4-param-gather"} & passed.keys()),
     )
     return Command(MegatronRun(settings, tuple(_planned_modules(kept))), tuple(unknown))
@@ -213,8 +238,10 @@ def gains(run: MegatronRun) -> Iterator[Gain]:
     if model.has_experts:
         yield from _graphs(run)
     yield from _recomputation(run)
-    if parallel.zero_stage in (1, 2) and "--optimizer-cpu-offload" not in names:
-        yield _flag(run, "--optimizer-cpu-offload")
+    is_gathered_in_8_bits = settings.gathers_rounded and settings.recipe not in (None, "delayed")
+    if parallel.zero_stage in (1, 2) and _OFFLOAD not in names and not is_gathered_in_8_bits:
+        text = _OFFLOAD if _PRECISION_AWARE in names else f"{_OFFLOAD} {_PRECISION_AWARE}"
+        yield Gain(text, run.with_flag(_OFFLOAD))
 
 
 def _flag(run: MegatronRun, text: str) -> Gain:
@@ -258,7 +285,8 @@ def _recipes(run: MegatronRun) -> Iterator[Gain]:
     """Yield the recipes of the GPU's generation, and gathers in 8 bits."""
     settings, gpu = run.settings, find_gpu(run.settings.gpu)
     if settings.recipe and not settings.gathers_rounded and run.planned[1].run.zero_stage:
-        yield Gain("--fp8-param-gather", run.with_settings(gathers_rounded=True), has_memory=False)
+        gather = "--fp4-param-gather" if settings.recipe == "nvfp4" else "--fp8-param-gather"
+        yield Gain(gather, run.with_settings(gathers_rounded=True), has_memory=False)
     if settings.recipe is not None or gpu.fp8_tflops == 0:
         return
     recipes = {
@@ -274,13 +302,16 @@ def _recipes(run: MegatronRun) -> Iterator[Gain]:
 def gain_lines(command: Command) -> Iterator[str]:
     """Yield a line a flag: the change of the planned time and memory."""
     plan = command.run.planned[1]
-    found = []
+    found, unchanged = [], []
     for gain in gains(command.run):
         try:
             with_flags = gain.run.planned[1]
         except UserError:
             continue  # the other flags exclude it
         time = with_flags.time.seconds / plan.time.seconds - 1 if gain.has_time else math.inf
+        if abs(time) < _SHOWN and not gain.has_memory:
+            unchanged.append(gain.flags)
+            continue
         memory = (with_flags.memory_bytes - plan.memory_bytes) / 1e9
         cells = (
             f"{time:+.1%}" if gain.has_time else "no model",
@@ -289,11 +320,13 @@ def gain_lines(command: Command) -> Iterator[str]:
         found.append((time, "".join(f"{cell:>11}" for cell in cells) + f"  {gain.flags}"))
     yield f"{'time':>11}{'memory':>11}  with one more flag"
     yield from (line for _, line in sorted(found))
+    if unchanged:
+        yield f"no change of the time planned: {'; '.join(unchanged)}"
     has_experts = plan.run.config.model.has_experts
     if has_experts and plan.time.work.ep:
         most = plan.time.work.ep / plan.time.seconds
         yield f"not modelled: {MESSAGES_OVERLAP}, at most {-most:.1%}, the time of its messages"
-    offered = NO_MODEL if has_experts else [name for name in NO_MODEL if not name.startswith("--moe")]
+    offered = NO_MODEL if has_experts else [name for name in NO_MODEL if not name.startswith(ONLY_OF_EXPERTS)]
     passed = {text.split()[0] for text in command.not_modelled}
     graphs = () if has_experts else ("--cuda-graph-impl",)
     yield f"not modelled: {', '.join(name for name in (*offered, *graphs) if name not in passed)}"

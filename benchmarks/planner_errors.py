@@ -61,7 +61,8 @@ def old_errors(quantity: Literal["time", "memory"]) -> Iterator[Error]:
 def error_ranges(errors: Sequence[Error]) -> dict[str, ErrorRange]:
     """Return by kind of run the range of errors that a new setting has with a probability of 80%.
 
-    It is as likely to be in each of the n + 1 gaps between the sorted errors of n settings.
+    It is as likely to be in each of the n + 1 gaps between the sorted errors of n settings. With fewer than
+    9, the range is that of all errors, whose probability is (n - 1) / (n + 1).
     """
     by_kind: Mapping[str, list[Error]] = defaultdict(list)
     for each in errors:
@@ -73,14 +74,17 @@ def error_ranges(errors: Sequence[Error]) -> dict[str, ErrorRange]:
         if len(counts) >= FEWEST:
             weighted = sorted((each.error, 1 / counts[each.setting]) for each in of_kind)
             outside = 0.1 * (1 + len(counts))
-            found[kind] = ErrorRange(_after(weighted, outside), _after(weighted[::-1], outside), len(counts))
+            found[kind] = ErrorRange(
+                _within(weighted, outside), _within(weighted[::-1], outside), len(counts)
+            )
     return found
 
 
-def _after(weighted: Sequence[tuple[float, float]], outside: float) -> float:
-    """Return the first value until which the sum of the weights is at least `outside`."""
+def _within(weighted: Sequence[tuple[float, float]], outside: float) -> float:
+    """Return the last value until which the sum of the weights is at most `outside`; else the first one."""
     sums = accumulate(weight for _, weight in weighted)
-    return next(value for (value, _), total in zip(weighted, sums, strict=True) if total >= outside - 1e-9)
+    within = [value for (value, _), total in zip(weighted, sums, strict=True) if total <= outside + 1e-9]
+    return within[-1] if within else weighted[0][0]
 
 
 def collect(comparisons: Iterable[planner_published.Comparison]) -> dict[str, dict[str, dict[str, float]]]:

@@ -25,7 +25,7 @@ from benchmarks.published_rows import BLIND, OPEN, read_rows
 from megalite.config import ModelConfig
 from megalite.plan.plan_request import read_request
 from megalite.plan.planned_run import run_problems
-from megalite.plan.uncertainty import error_ranges, kind_of_run
+from megalite.plan.uncertainty import OTHER, error_ranges, kind_of_run
 from megalite.utils.errors import UserError, first_line
 
 Row = Mapping[str, str]
@@ -207,12 +207,13 @@ def lines(comparisons: Sequence[Comparison]) -> Iterator[str]:
             within = sum(size < 0.2 for size in sizes) / len(sizes)
             numbers = f"{len(sizes):5}{median(errors):+9.1%}{median(sizes):9.1%}{within:8.0%}"
             yield f"{kind + ' ' + value:44}{numbers}"
-    for kind, (least, most, _) in error_ranges("time").items():
+    ranges = error_ranges("time")
+    for kind in sorted({each.kind for each in planned}):
+        least, most, _ = ranges.get(kind, ranges[OTHER])
         found = [each.error for each in planned if each.kind == kind]
         inside = sum(least <= error <= most for error in found)
         times = f"{1 / (1 + most):.2f} to {1 / (1 + least):.2f} times the plan"
-        if found:
-            yield f"80% interval, {kind}: {times}, {inside} of {len(found)} rows inside"
+        yield f"80% interval, {kind}: {times}, {inside} of {len(found)} rows inside"
     for reason, count in Counter(each.refusal for each in comparisons if each.refusal).most_common():
         yield f"not planned, {count} rows: {reason}"
 

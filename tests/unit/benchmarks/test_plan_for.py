@@ -160,8 +160,19 @@ def test_flags_without_a_model_are_named_and_have_no_number(capsys: pytest.Captu
     assert WHOLE in graph and graph.split()[0].endswith("%") and "no model" in graph
 
 
+LAYOUT = "--pipeline-model-parallel-layout"
+
+
 def test_mistakes_are_one_line() -> None:
-    for words, message in (("torch", "pass the program"), ("megatron --num-layers 2", "--gpu is missing")):
+    for words, message in (
+        ("torch", "pass the program"),
+        ("megatron --num-layers 2", "pass --gpu with a value"),
+        ("megatron --gpu foo --world-size 8", "foo is not known"),
+        ("megatron torchrun --gpu h100 --world-size 8", "pass only the flags"),
+        (f"megatron {DENSE} --cuda-graph-impl all", "it is none, local"),
+        (f"megatron {DENSE} --yaml-cfg a.yaml", "is not read"),
+        (f"megatron {DENSE} --pipeline-model-parallel-size 2 {LAYOUT} Et|t|tL", "3 stages, which is not a multiple"),
+    ):
         with pytest.raises(UserError, match=message):
             main(words.split())
     with pytest.raises(UserError, match="--heterogeneous"):  # which makes it another model

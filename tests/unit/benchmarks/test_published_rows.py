@@ -60,7 +60,7 @@ def test_an_interval_has_80_percent_of_the_settings() -> None:
     errors = [planner_errors.Error("dense", number, number / 100) for number in range(-9, 10)]
     repeated = [*errors, *[planner_errors.Error("dense", 9, 0.09)] * 20]  # releases of one setting
     few = [planner_errors.Error("few", setting, 1.0) for setting in "abc"]
-    for each in (errors, repeated):
+    for each in (errors, repeated):  # with 20 settings, one more would be outside at each end
         (found,) = {planner_errors.error_ranges([*each, *few])["dense"]}
         assert found == (-0.08, 0.08, 19)  # 17 of 19 errors are in it, and a new one with (18 - 2) / 20
     assert planner_errors.error_ranges([*errors, *few]).keys() == {"dense", OTHER}
@@ -68,10 +68,13 @@ def test_an_interval_has_80_percent_of_the_settings() -> None:
 
 def test_intervals_hold_most_of_their_own_half(comparisons: list[Comparison]) -> None:
     found = error_ranges("time")
-    assert {"dense, 8 or 4 bits", "experts, 8 or 4 bits, launch-bound"} < found.keys()
+    assert found.keys() > {"dense, 8 or 4 bits", "experts, 8 or 4 bits", OTHER}
     planned = [each for each in comparisons if each.plan is not None]
-    inside = [found[each.kind].least <= each.error <= found[each.kind].most for each in planned]
-    assert 0.7 < sum(inside) / len(inside) < 0.95
+    inside = 0
+    for each in planned:
+        least, most, _ = found.get(each.kind, found[OTHER])
+        inside += least <= each.error <= most
+    assert 0.75 < inside / len(planned) < 0.95
     assert all(each.least < 0 < each.most for each in found.values())
 
 

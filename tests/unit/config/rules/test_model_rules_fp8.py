@@ -69,7 +69,7 @@ def test_sides_are_multiples_of_16(line: str, world_size: int, named: str) -> No
         ("--fp8-recipe mxfp8 --num-experts 2 --moe-ffn-hidden-size 48 --tp 2", 2, "48 over --etp 2: "),
         ("--fp8-recipe mxfp8 --compile", 1, "--compile with --emulate"),
         ("--fp8-recipe delayed --compile", 1, "graphs have no history"),
-        ("--fp8-recipe mxfp8 --fp8-param-gather --zero-stage 3", 2, "the same 8 bits for both"),
+        ("--fp8-recipe mxfp8 --fp8-param-gather --zero-stage 3", 2, "other 8 bits for each"),
         (
             "--fp8-recipe mxfp8 --tp 2 --sequence-parallel --tp-comm-overlap-method symmetric_memory",
             *(2, "without rounding: pass chunks"),
