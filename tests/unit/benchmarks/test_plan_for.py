@@ -171,7 +171,10 @@ def test_mistakes_are_one_line() -> None:
         ("megatron torchrun --gpu h100 --world-size 8", "pass only the flags"),
         (f"megatron {DENSE} --cuda-graph-impl all", "it is none, local"),
         (f"megatron {DENSE} --yaml-cfg a.yaml", "is not read"),
-        (f"megatron {DENSE} --pipeline-model-parallel-size 2 {LAYOUT} Et|t|tL", "3 stages, which is not a multiple"),
+        (
+            f"megatron {DENSE} --pipeline-model-parallel-size 2 {LAYOUT} Et|t|tL",
+            "3 stages, which is not a multiple",
+        ),
     ):
         with pytest.raises(UserError, match=message):
             main(words.split())
